@@ -1,0 +1,145 @@
+"""Run configurations: strict, frozen models of a YAML file.
+
+A file has four sections: `launch` (how many ranks), `charm` (our attention), `data` (the text to
+train on) and `megatron` (Megatron's own flags under Megatron's own names, with underscores).
+An unknown key is an error that names the nearest known one; nothing is rewritten after validation.
+"""
+
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from charm_megatron.errors import ConfigError, nearest
+
+MegatronValue = bool | int | float | str | list[bool | int | float | str] | None
+
+
+class Section(BaseModel):
+    """Base of every configuration model: no unknown keys, no changes after construction."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CharmConfig(Section):
+    """The context-parallel attention."""
+
+    schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
+    domains: Literal["hosts"] | PositiveInt = Field(
+        "hosts",
+        description="How the ranks of a context-parallel group fall into domains of fast links: one per "
+        "host, or this many of equal size, so that one machine can stand for several.",
+    )
+    kernel: Literal["auto", "reference", "torch"] = Field(
+        "auto", description="Implementation of attention over one block."
+    )
+    return_dtype: Literal["model", "float32"] = Field(
+        "model", description="Width of a partial output on its way home."
+    )
+    grad_return_dtype: Literal["model", "float32"] = Field(
+        "float32", description="Width of a partial gradient on its way home."
+    )
+    prefetch_depth: PositiveInt = Field(
+        1, description="Steps that a transfer may start ahead of the computation which hides it."
+    )
+    fuse: bool = Field(
+        True, description="Post all transfers of a step as one group, which no transport can deadlock."
+    )
+    deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+
+
+class LaunchConfig(Section):
+    """The processes of a job on this machine."""
+
+    ranks: PositiveInt = Field(1, description="Number of ranks to start, Megatron's world size.")
+
+
+class DataConfig(Section):
+    """The text to train on."""
+
+    text: Path | None = Field(
+        None, description="Folder of text files; when absent, the sources of Python's standard library."
+    )
+
+
+class RunConfig(Section):
+    """One pretraining job."""
+
+    launch: LaunchConfig = LaunchConfig()
+    charm: CharmConfig = CharmConfig()
+    data: DataConfig = DataConfig()
+    megatron: dict[str, MegatronValue] = Field(
+        default_factory=dict, description="Megatron's flags: `num_layers: 2` is `--num-layers 2`."
+    )
+
+
+Override = Annotated[str, "SECTION.KEY=VALUE, the value in YAML"]
+
+
+def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunConfig:
+    """Reads a YAML file, applies `overrides` in order, and validates the result.
+
+    Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
+    value of the wrong type.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not YAML: {_one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration {path} is not a mapping of sections but {type(data).__name__}")
+    for override in overrides or []:
+        _apply(data, override)
+    return parse_run_config(data, str(path))
+
+
+def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
+    """Validates a mapping; `source` names it in error messages."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or len(keys) != 2 or not all(keys):
+        raise ConfigError(f"setting {override!r} is not SECTION.KEY=VALUE, such as megatron.train_iters=20")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"value of setting {override!r} is not YAML: {_one_line(error)}") from error
+    section = data.setdefault(keys[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"setting {override!r}: section {keys[0]!r} is not a mapping")
+    section[keys[1]] = value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        *parents, key = (str(part) for part in problem["loc"])
+        return f"unknown key {where!r}{nearest(key, _known_keys(parents))}"
+    return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
+
+
+def _known_keys(parents: list[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for parent in parents:
+        inner = model.model_fields[parent].annotation
+        if get_origin(inner) in (types.UnionType,):
+            inner = get_args(inner)[0]
+        assert isinstance(inner, type)
+        assert issubclass(inner, BaseModel)
+        model = inner
+    return list(model.model_fields)

@@ -1,0 +1,60 @@
+"""The exceptions this package raises.
+
+A caller's mistake is an `InvalidInput`: its message is one sentence that says what was wrong, the
+value seen, and what would work. The command line prints it alone and exits with code 2. Everything
+else under `CharmError` went wrong while running, and ends with code 1.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CharmError(Exception):
+    """Root of every exception that this package raises on purpose."""
+
+
+class InvalidInput(CharmError, ValueError):
+    """The caller asked for something that cannot be done as asked."""
+
+
+class ConfigError(InvalidInput):
+    """A configuration file or setting is not valid."""
+
+
+class TopologyError(InvalidInput):
+    """Ranks, domains and links do not fit together."""
+
+
+class PlanError(InvalidInput):
+    """A planner does not support the requested layout, mask or group."""
+
+
+class WorkloadError(InvalidInput):
+    """Tensor sizes do not fit the group, the layout or each other."""
+
+
+class ScheduleFault(CharmError, ValueError):
+    """A schedule is wrong; the message names the rank, the action and the piece of its first fault."""
+
+
+class ScheduleSyntaxError(InvalidInput):
+    """The text form of a schedule cannot be read."""
+
+
+class ScheduleDisagreement(CharmError, RuntimeError):
+    """The ranks of a group hold different schedules or tensor sizes."""
+
+
+class TransferTimeout(CharmError, RuntimeError):
+    """A transfer did not finish before its deadline."""
+
+
+class LaunchError(CharmError, RuntimeError):
+    """A rank of a job failed; the message says which one and where its log is."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the known word closest to `word`, or the list of all known ones."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

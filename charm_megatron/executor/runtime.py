@@ -1,0 +1,257 @@
+"""The entry point: attention over a sequence that is split over the ranks of a group.
+
+An `AttentionRuntime` holds all state of one process, keyed by group and by sizes: domains, schedules that the
+ranks have agreed on, buffers. There is no state outside it.
+"""
+
+import hashlib
+import socket
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from charm_megatron.config import CharmConfig
+from charm_megatron.errors import WorkloadError
+from charm_megatron.executor.agreement import gather_hosts, require_agreement
+from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention
+from charm_megatron.executor.parcels import BufferPool
+from charm_megatron.executor.run import RankPlan
+from charm_megatron.executor.transport import GroupTransport
+from charm_megatron.kernels import Selection, select_kernel
+from charm_megatron.planner import plan
+from charm_megatron.schedule.decisions import Problem
+from charm_megatron.schedule.passes import BACKWARD, FORWARD, Pass
+from charm_megatron.schedule.schedule import Schedule, make_schedule
+from charm_megatron.schedule.text import format_schedule, schedule_header
+from charm_megatron.schedule.wire import Traffic, WireFormat, make_wire_format, traffic
+from charm_megatron.sharding import make_sharding
+from charm_megatron.topology import Domains, domains_from_hosts, even_domains
+from charm_megatron.workload import Workload
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a group of ranks has agreed to do, to be shown when a job starts."""
+
+    domains: Domains
+    domains_reason: str
+    schedule_reason: str
+    forward: Schedule
+    backward: Schedule
+    forward_traffic: Traffic
+    backward_traffic: Traffic
+    kernel_reason: str
+
+    def lines(self) -> list[str]:
+        """The receipt for people."""
+        domains = f"{self.domains.num_domains} domains" if self.domains.num_domains > 1 else "one domain"
+        return [
+            f"context parallelism: {self.domains.cp_size} ranks in {domains} [{self.domains}], {self.domains_reason}",
+            f"schedule: {self.forward.name}, {self.schedule_reason}; forward {self.forward.num_steps} steps, "
+            f"backward {self.backward.num_steps}; digests {self.forward.digest[:12]} {self.backward.digest[:12]}",
+            *(
+                f"sent by a rank, {name}, one layer: inside a domain {_span(sent.inside_bytes.tolist())}, "
+                f"across domains {_span(sent.across_bytes.tolist())}"
+                for name, sent in (("forward", self.forward_traffic), ("backward", self.backward_traffic))
+            ),
+            f"kernel: {self.kernel_reason}",
+        ]
+
+    @property
+    def schedule_text(self) -> str:
+        """Both passes in the text form of schedules."""
+        return f"{format_schedule(self.forward)}\n{format_schedule(self.backward)}"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Both passes of one workload, as agreed by the ranks of a group."""
+
+    schedules: dict[str, Schedule]
+    wire: WireFormat
+    call: AttentionCall
+    selection: Selection
+    schedule_reason: str
+
+
+@dataclass
+class _Group:
+    """What is known about one process group."""
+
+    domains: Domains
+    domains_reason: str
+    transport: GroupTransport
+    pools: dict[torch.device, BufferPool]
+    plans: dict[tuple[Workload, str, torch.device], _Plan]
+
+
+class AttentionRuntime:
+    """Context-parallel attention of one process, by the settings of `config`."""
+
+    def __init__(self, config: CharmConfig):
+        self.config = config
+        self._groups: dict[dist.ProcessGroup, _Group] = {}
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        group: dist.ProcessGroup,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        layout: str = "zigzag",
+    ) -> Tensor:
+        """Exact attention of this rank's queries over the whole sequence; differentiable.
+
+        q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] are this rank's shard in `layout`; gives
+        out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`.
+        """
+        return self.attention_with_lse(
+            q, k, v, group=group, causal=causal, softmax_scale=softmax_scale, layout=layout
+        )[0]
+
+    def attention_with_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        group: dist.ProcessGroup,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        layout: str = "zigzag",
+    ) -> tuple[Tensor, Tensor]:
+        """As `attention`, and lse [s, b, h] in float32 (float64 for float64), which carries no gradient."""
+        workload = _workload(q, k, v, dist.get_world_size(group), causal)
+        call = self._plan(group, workload, layout, q.device).call
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out, lse = ContextParallelAttention.apply(q, k, v, replace(call, softmax_scale=scale))
+        return out, lse
+
+    def receipt(
+        self,
+        group: dist.ProcessGroup,
+        workload: Workload,
+        *,
+        layout: str = "zigzag",
+        device: torch.device | None = None,
+    ) -> Receipt:
+        """Plans `workload` ahead of the first call and says what was planned. Collective over `group`."""
+        made = self._plan(group, workload, layout, device or torch.device("cpu"))
+        known = self._groups[group]
+        forward, backward = made.schedules[FORWARD.name], made.schedules[BACKWARD.name]
+        return Receipt(
+            domains=known.domains,
+            domains_reason=known.domains_reason,
+            schedule_reason=made.schedule_reason,
+            forward=forward,
+            backward=backward,
+            forward_traffic=traffic(forward, made.wire),
+            backward_traffic=traffic(backward, made.wire),
+            kernel_reason=made.selection.reason,
+        )
+
+    def num_bytes_sent(self, group: dist.ProcessGroup) -> int:
+        """Bytes that this rank has posted to its peers in `group` so far."""
+        return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
+
+    # ------------------------------------------------------------------ planning
+
+    def _group(self, group: dist.ProcessGroup) -> _Group:
+        if group not in self._groups:
+            domains, reason = self._find_domains(group)
+            transport = GroupTransport(group, self.config.deadline_s)
+            self._groups[group] = _Group(domains, reason, transport, {}, {})
+        return self._groups[group]
+
+    def _find_domains(self, group: dist.ProcessGroup) -> tuple[Domains, str]:
+        if self.config.domains == "hosts":
+            hosts = gather_hosts(group, socket.gethostname())
+            return domains_from_hosts(hosts), "one a host"
+        cp_size = dist.get_world_size(group)
+        return even_domains(cp_size, self.config.domains), f"as set by charm.domains: {self.config.domains}"
+
+    def _plan(self, group: dist.ProcessGroup, workload: Workload, layout: str, device: torch.device) -> _Plan:
+        known = self._group(group)
+        key = (workload, layout, device)
+        if key not in known.plans:
+            known.plans[key] = self._make_plan(group, known, workload, layout, device)
+        return known.plans[key]
+
+    def _make_plan(
+        self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
+    ) -> _Plan:
+        config = self.config
+        problem = Problem(make_sharding(layout, dist.get_world_size(group)), known.domains, workload.causal)
+        wire = make_wire_format(
+            workload, problem, out_return=config.return_dtype, grad_return=config.grad_return_dtype
+        )
+        name, reason = _schedule_for(config.schedule, known.domains)
+        decisions = plan(name, problem)
+        schedules = {
+            pass_.name: make_schedule(decisions, pass_, depth=config.prefetch_depth, fuse=config.fuse)
+            for pass_ in (FORWARD, BACKWARD)
+        }
+        selection = select_kernel(
+            config.kernel, device.type, getattr(torch, workload.dtype), workload.head_dim, workload.head_dim_v
+        )
+        digest = hashlib.sha256(repr((*(s.digest for s in schedules.values()), wire)).encode()).hexdigest()
+        require_agreement(group, digest, f"{schedule_header(schedules['forward'])}, {workload}")
+        pool = known.pools.setdefault(device, BufferPool(device))
+        rank = dist.get_rank(group)
+        call = AttentionCall(
+            _rank_plan(schedules[FORWARD.name], FORWARD, wire, rank),
+            _rank_plan(schedules[BACKWARD.name], BACKWARD, wire, rank),
+            selection.kernel,
+            known.transport,
+            pool,
+            softmax_scale=1.0,  # each call has its own
+        )
+        return _Plan(schedules, wire, call, selection, reason)
+
+
+def _schedule_for(name: str, domains: Domains) -> tuple[str, str]:
+    """The planner to use and why: charm cannot use domains of different sizes, as found on real hosts."""
+    if name == "charm" and not domains.are_even:
+        return "rm_plus", "in place of charm, as the domains have different sizes"
+    return name, "as set"
+
+
+def _rank_plan(schedule: Schedule, pass_: Pass, wire: WireFormat, rank: int) -> RankPlan:
+    program = schedule.program(rank)
+    labels = tuple(str(action) for action in program)
+    return RankPlan(pass_, program, labels, wire, schedule.problem.sharding.chunks_of(rank))
+
+
+def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, causal: bool) -> Workload:
+    """The whole group's workload, from one rank's shard. Raises `WorkloadError` for shapes that do not fit."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise WorkloadError(f"attention takes tensors [tokens, batch, heads, width], but got {shapes}")
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise WorkloadError(f"tokens, batch, KV heads or the width of q and k differ: {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise WorkloadError(
+            f"q, k and v must share dtype and device, but are {q.dtype} {k.dtype} {v.dtype} on "
+            f"{q.device} {k.device} {v.device}"
+        )
+    tokens, batch, heads, head_dim = q.shape
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Workload(batch, tokens * cp_size, heads, k.shape[2], head_dim, v.shape[3], dtype, causal)
+
+
+def _span(num_bytes: list[int]) -> str:
+    low, high = min(num_bytes), max(num_bytes)
+    return _size(high) if low == high else f"{_size(low)} to {_size(high)}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    if num_bytes < 1024**2:
+        return f"{num_bytes / 1024:.1f} KiB"
+    return f"{num_bytes / 1024**2:.1f} MiB"

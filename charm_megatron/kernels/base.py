@@ -1,0 +1,92 @@
+"""The one signature of block attention, and what every backend must keep to.
+
+A block is some queries against some keys and values, with its own softmax. Its `out` and `lse` merge
+with those of other blocks over the same queries into exact attention; its backward takes the merged
+(global) `lse` and `delta` and gives exact partial gradients, which add up over blocks.
+
+Legend of shapes: `s_q`, `s_k` rows of the block; `b` batch; `h` query heads, `h_k` KV heads; `d` width
+of q and k, `d_v` width of v and out. Query head `j` reads KV head `j // (h // h_k)`.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class BlockKernel(Protocol):
+    """Attention over one block, forward and backward, with no state and no autograd of its own.
+
+    | tensor | shape | dtype |
+    |---|---|---|
+    | q, dq | [s_q, b, h, d] | model |
+    | k, dk | [s_k, b, h_k, d] | model |
+    | v, dv | [s_k, b, h_k, d_v] | model |
+    | out, dout | [s_q, b, h, d_v] | model |
+    | lse, delta | [s_q, b, h] | float32, or float64 where the model is float64 |
+
+    Gradients have `grad_dtype` in place of the model's dtype. Inputs may be views with any strides, as
+    long as their last dimension is contiguous: queries packed beside other cargo, or keys and values
+    interleaved token by token. Results may be such views too, in whatever order the backend writes.
+
+    `causal` masks what lies above the diagonal and needs `s_q == s_k`: backends align the diagonal of
+    an oblong block differently, and an aligned schedule has none. So no row is ever empty, and `lse` is
+    always finite (FlashAttention 2 would give +inf for an empty row, not the -inf of the mathematics;
+    a backend that admits empty rows must undo that before a merge).
+    """
+
+    name: str
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of dq, dk and dv for inputs of `dtype`."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `out` and `lse`, the natural logarithm of the sum of exp(softmax_scale * q.k)."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives dq, dk and dv, the last two summed over the query heads that share a KV head.
+
+        `lse` and `delta` = rowsum(dout * out) belong to all blocks of these queries together.
+        """
+        ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of lse, delta and accumulators for tensors of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Asserts what `BlockKernel` asks of its inputs; every backend calls it first."""
+    assert q.dim() == k.dim() == v.dim() == 4, (q.shape, k.shape, v.shape)
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert q.shape[1::2] == k.shape[1::2], (q.shape, k.shape)  # b and d
+    assert k.shape[:3] == v.shape[:3], (k.shape, v.shape)
+    assert q.shape[2] % k.shape[2] == 0, f"{q.shape[2]} query heads over {k.shape[2]} KV heads"
+    assert min(q.shape[0], k.shape[0]) > 0, "an empty block"
+    assert not causal or q.shape[0] == k.shape[0], f"causal block of {q.shape[0]} x {k.shape[0]} rows"
+    for tensor in (q, k, v):
+        assert tensor.stride(3) == 1 or tensor.shape[3] == 1, f"last dimension strided: {tensor.stride()}"
+
+
+def check_rows(q: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> None:
+    """Asserts that what a backward gets beside the block has the block's query rows."""
+    assert dout.shape == (*q.shape[:3], v.shape[3]), (dout.shape, q.shape, v.shape)
+    assert dout.dtype == q.dtype, (dout.dtype, q.dtype)
+    assert lse.shape == delta.shape == q.shape[:3], (lse.shape, delta.shape, q.shape)
+    assert lse.dtype == delta.dtype == accumulate_dtype(q.dtype), (lse.dtype, delta.dtype)

@@ -1,0 +1,78 @@
+"""Block attention as the formulas say it, in plain torch: the judge of the other backends.
+
+It runs on any device and dtype, computes in float32 (float64 for float64 inputs), and holds the whole
+`[b, h, s_q, s_k]` matrix of logits. Legend of shapes in `base`; `g` = h // h_k here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from charm_megatron.kernels.base import accumulate_dtype, check_block, check_rows
+
+
+class ReferenceKernel:
+    """Attention over one block with the logits written out; gradients come in float32 or float64."""
+
+    name = "reference"
+
+    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return accumulate_dtype(dtype)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        check_block(q, k, v, causal)
+        logits = _logits(q, k, causal, softmax_scale)
+        lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [b, h_k, g, s_q, 1]
+        probabilities = torch.exp(logits - lse)
+        out = torch.einsum("bkgqs,sbkd->qbkgd", probabilities, v.to(logits.dtype))
+        rows = lse.squeeze(-1).permute(3, 0, 1, 2)  # [b, h_k, g, s_q] -> [s_q, b, h_k, g]
+        return out.flatten(2, 3).to(q.dtype), rows.flatten(2, 3)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_block(q, k, v, causal)
+        check_rows(q, v, dout, lse, delta)
+        num_kv_heads = k.shape[2]
+        probabilities = torch.exp(_logits(q, k, causal, softmax_scale) - _per_logit_row(lse, num_kv_heads))
+        grouped_dout = _grouped(dout, num_kv_heads)
+        dv = torch.einsum("bkgqs,qbkgd->sbkd", probabilities, grouped_dout)
+        dprobabilities = torch.einsum("qbkgd,sbkd->bkgqs", grouped_dout, v.to(grouped_dout.dtype))
+        dlogits = probabilities * (dprobabilities - _per_logit_row(delta, num_kv_heads)) * softmax_scale
+        dq = torch.einsum("bkgqs,sbkd->qbkgd", dlogits, k.to(dlogits.dtype))
+        dk = torch.einsum("bkgqs,qbkgd->sbkd", dlogits, _grouped(q, num_kv_heads))
+        return dq.flatten(2, 3), dk, dv
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """[s, b, h, d], any dtype -> [s, b, h_k, g, d], float32 or float64."""
+    s, b, _, d = x.shape
+    return x.to(accumulate_dtype(x.dtype)).reshape(s, b, num_kv_heads, -1, d)
+
+
+def _per_logit_row(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Lays lse or delta [s_q, b, h] out as [b, h_k, g, s_q, 1], to broadcast over the keys of a row."""
+    s_q, b, _ = x.shape
+    return x.reshape(s_q, b, num_kv_heads, -1).permute(1, 2, 3, 0).unsqueeze(-1)
+
+
+def _logits(q: Tensor, k: Tensor, causal: bool, softmax_scale: float) -> Tensor:
+    """Scaled logits [b, h_k, g, s_q, s_k], float32 or float64; -inf above the diagonal if `causal`."""
+    queries = _grouped(q, k.shape[2])
+    logits = torch.einsum("qbkgd,sbkd->bkgqs", queries, k.to(queries.dtype)) * softmax_scale
+    if not causal:
+        return logits
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return logits.masked_fill(hidden, -math.inf)

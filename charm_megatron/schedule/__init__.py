@@ -1,0 +1,1 @@
+"""Schedules as data: decisions, lowering, programs, text, checker, accounting, pictures."""

@@ -1,0 +1,109 @@
+"""What one rank does, one small type per kind of action. `str` of each is the text that `text.parse` reads.
+
+Post starts transfers, Wait ends them, Attend computes blocks, Accumulate takes a received partial result
+in, Free gives a buffer back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Name(NamedTuple):
+    """A tensor of the schedule: one piece of one cargo. `src` >= 0: a partial result received from that rank."""
+
+    cargo: str
+    chunk: int
+    head: int = 0
+    src: int = -1
+
+    def __str__(self) -> str:
+        head = f".{self.head}" if self.head else ""
+        return f"{self.cargo}{self.chunk}{head}" + (f"<{self.src}" if self.src >= 0 else "")
+
+
+class Key(NamedTuple):
+    """Identifies a Post: its step, and its place among the posts of that step. Both ends use the same key."""
+
+    step: int
+    order: int
+
+    def __str__(self) -> str:
+        return f"{self.step}.{self.order}"
+
+
+class Message(NamedTuple):
+    """Pieces of one cargo that travel together between this rank and `peer`."""
+
+    peer: int
+    names: tuple[Name, ...]
+
+    def __str__(self) -> str:
+        return f"{self.peer} {_words(self.names)}"
+
+
+@dataclass(frozen=True)
+class Post:
+    """Starts transfers, all together: they progress as one group, as between ncclGroupStart and ncclGroupEnd."""
+
+    key: Key
+    sends: tuple[Message, ...] = ()
+    recvs: tuple[Message, ...] = ()
+
+    def __str__(self) -> str:
+        sends = (f"send {message}" for message in self.sends)
+        recvs = (f"recv {message}" for message in self.recvs)
+        return " | ".join([f"post {self.key}", *sends, *recvs])
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Returns when all transfers of a Post are done: what it received may be read, what it sent may be freed."""
+
+    key: Key
+
+    def __str__(self) -> str:
+        return f"wait {self.key}"
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Computes the blocks of a rectangle and adds to the result of each operand that brings one home.
+
+    `causal` means that q and kv are the same chunks, of which only the lower triangle counts.
+    """
+
+    q: tuple[Name, ...]
+    kv: tuple[Name, ...]
+    causal: bool = False
+
+    def __str__(self) -> str:
+        return f"attend {_words(self.q)} {_words(self.kv)}" + (" causal" if self.causal else "")
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Adds a received partial result to this rank's own."""
+
+    name: Name
+
+    def __str__(self) -> str:
+        return f"accumulate {self.name}"
+
+
+@dataclass(frozen=True)
+class Free:
+    """Gives back the buffer of a piece that nothing reads any more."""
+
+    name: Name
+
+    def __str__(self) -> str:
+        return f"free {self.name}"
+
+
+Action = Post | Wait | Attend | Accumulate | Free
+Program = tuple[Action, ...]
+
+
+def _words(names: Iterable[Name]) -> str:
+    return " ".join(map(str, names))

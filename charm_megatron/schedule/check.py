@@ -1,0 +1,350 @@
+"""Proves a schedule by running every rank's program on names instead of tensors.
+
+The transport is the strictest one: sends are rendezvous, and every rank works through its posts in one
+ordered queue, a whole post at a time. A schedule that ends here ends on any transport that keeps order.
+
+What is proved: every unmasked block is computed exactly once; every result comes home once, complete;
+nothing is read before it arrived, freed while it is being sent, or added to after it left; sends and
+receives agree; nothing is left behind. Not proved: that transfers overlap with computation.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from charm_megatron.errors import ScheduleFault
+from charm_megatron.schedule.actions import (
+    Accumulate,
+    Action,
+    Attend,
+    Free,
+    Key,
+    Message,
+    Name,
+    Post,
+    Program,
+    Wait,
+)
+from charm_megatron.schedule.decisions import Problem
+from charm_megatron.schedule.passes import CARGOS, Cargo, Pass
+from charm_megatron.schedule.program import reads, received
+from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.text import excerpt
+
+Value = int | None
+"""What a name holds: None for an operand; for a result a bit for each block that has been added to it."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a checked schedule moves and holds: pieces sent by cargo, messages, most foreign pieces on any rank."""
+
+    num_messages: int
+    num_pieces_sent: dict[str, int]
+    peak_pieces: int
+
+
+@dataclass
+class _Flight:
+    """A post on its way: what remains to be matched, and what has come in."""
+
+    post: Post
+    values: dict[Name, Value]
+    sends: list[Message]
+    recvs: list[Message]
+    arrived: dict[Name, Value] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.sends and not self.recvs
+
+
+@dataclass
+class _Rank:
+    """The state of one rank."""
+
+    program: Program
+    held: dict[Name, Value]
+    own: frozenset[Name]  # the operands of its shard
+    home: frozenset[Name]  # these, and the results of its shard
+    position: int = 0
+    last_key: Key | None = None
+    queue: list[_Flight] = field(default_factory=list)
+    flights: dict[Key, _Flight] = field(default_factory=dict)
+    in_flight: defaultdict[Name, int] = field(default_factory=lambda: defaultdict(int))
+    landing: set[Name] = field(default_factory=set)
+    left: set[Name] = field(default_factory=set)
+    spent: set[Name] = field(default_factory=set)
+    peak_pieces: int = 0
+
+
+def check_schedule(schedule: Schedule) -> CheckReport:
+    """Checks all ranks of `schedule`; raises `ScheduleFault` at the first fault."""
+    programs = [schedule.program(rank) for rank in range(schedule.cp_size)]
+    return check_programs(schedule.name, schedule.problem, schedule.pass_, programs)
+
+
+def check_programs(name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]) -> CheckReport:
+    """Checks programs, one a rank, against the problem that they are to solve.
+
+    Raises `ScheduleFault` with rank, action and piece of the first fault and the actions around it.
+    """
+    return _Machine(name, problem, pass_, programs).run()
+
+
+class _Machine:
+    def __init__(self, name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]):
+        if len(programs) != problem.cp_size:
+            raise ScheduleFault(f"{name}: {len(programs)} programs for {problem.cp_size} ranks")
+        self.name, self.problem, self.pass_ = name, problem, pass_
+        self.ranks = []
+        for rank, program in enumerate(programs):
+            own = frozenset(self._shard(rank, (pass_.q_down, pass_.kv_down)))
+            home = own | frozenset(self._shard(rank, (pass_.q_up, pass_.kv_up)))
+            self.ranks.append(_Rank(program, dict.fromkeys(own), own, home))
+        self.done: set[tuple[int, int, int]] = set()
+        self.num_messages = 0
+        self.num_pieces_sent: dict[str, int] = defaultdict(int)
+
+    def _shard(self, rank: int, cargos: Sequence[Cargo | None]) -> list[Name]:
+        return [
+            Name(cargo.name, chunk, head)
+            for cargo in cargos
+            if cargo
+            for chunk in self.problem.sharding.chunks_of(rank)
+            for head in range(self.problem.head_groups(cargo.side))
+        ]
+
+    def run(self) -> CheckReport:
+        runnable = set(range(len(self.ranks)))
+        while runnable:
+            rank = runnable.pop()
+            while self._step(rank):
+                pass
+            runnable |= self._transfer(rank)
+        for rank, state in enumerate(self.ranks):
+            if state.position < len(state.program):
+                self._fault(rank, self._why_stuck(rank))
+        self._check_end()
+        peak = max(state.peak_pieces for state in self.ranks)
+        return CheckReport(self.num_messages, dict(self.num_pieces_sent), peak)
+
+    def _fault(self, rank: int, why: str) -> None:
+        state = self.ranks[rank]
+        at = state.position
+        action = str(state.program[at]) if at < len(state.program) else "end of program"
+        raise ScheduleFault(
+            f"{self.name} {self.pass_.name}, rank {rank}, action {at} ({action}): {why}\n"
+            f"{excerpt(state.program, at)}"
+        )
+
+    def _need(self, holds: bool, rank: int, why: str) -> None:
+        if not holds:
+            self._fault(rank, why)
+
+    # ------------------------------------------------------------------ one rank's actions
+
+    def _step(self, rank: int) -> bool:
+        """Runs the next action of a rank; False when there is none or it must wait."""
+        state = self.ranks[rank]
+        if state.position == len(state.program):
+            return False
+        action: Action = state.program[state.position]
+        if isinstance(action, Wait) and not self._may_pass(rank, action.key):
+            return False
+        for name in reads(action):
+            self._need(name in state.held, rank, f"{name} is not here yet")
+        match action:
+            case Post():
+                self._post(rank, action)
+            case Wait(key):
+                self._wait(rank, key)
+            case Attend():
+                self._attend(rank, action)
+            case Accumulate(name):
+                self._accumulate(rank, name)
+            case Free(name):
+                self._free(rank, name)
+        state.position += 1
+        foreign = len(state.held.keys() - state.home) + len(state.landing)
+        state.peak_pieces = max(state.peak_pieces, foreign)
+        return True
+
+    def _post(self, rank: int, post: Post) -> None:
+        state = self.ranks[rank]
+        self._need(state.last_key is None or state.last_key < post.key, rank, "posts out of the global order")
+        state.last_key = post.key
+        for message in (*post.sends, *post.recvs):
+            self._check_message(rank, message)
+        for name in reads(post):
+            state.in_flight[name] += 1
+        for name in received(post):
+            self._need(name not in state.held and name not in state.landing, rank, f"{name} arrives twice")
+            state.landing.add(name)
+        values = {name: state.held[name] for name in reads(post)}
+        flight = _Flight(post, values, list(post.sends), list(post.recvs))
+        state.queue.append(flight)
+        state.flights[post.key] = flight
+
+    def _check_message(self, rank: int, message: Message) -> None:
+        peer, names = message
+        self._need(0 <= peer < len(self.ranks) and peer != rank, rank, f"there is no peer {peer}")
+        self._need(len({name.cargo for name in names}) == 1, rank, "a message mixes cargos")
+
+    def _may_pass(self, rank: int, key: Key) -> bool:
+        flight = self.ranks[rank].flights.get(key)
+        self._need(flight is not None, rank, "waits for what is not in flight")
+        return flight is not None and flight.is_done
+
+    def _wait(self, rank: int, key: Key) -> None:
+        state = self.ranks[rank]
+        flight = state.flights.pop(key)
+        for name, value in flight.arrived.items():
+            state.held[name] = value
+            state.landing.discard(name)
+        for name in reads(flight.post):
+            state.in_flight[name] -= 1
+
+    def _attend(self, rank: int, action: Attend) -> None:
+        for q in action.q:
+            for kv in action.kv:
+                if action.causal and kv.chunk > q.chunk:
+                    continue
+                self._block(rank, action, q, kv)
+
+    def _block(self, rank: int, action: Attend, q: Name, kv: Name) -> None:
+        problem = self.problem
+        block = (q.chunk, kv.chunk, q.head)
+        label = f"block ({q}, {kv})"
+        right_cargo = (q.cargo, kv.cargo) == (self.pass_.q_down.name, self.pass_.kv_down.name)
+        self._need(right_cargo, rank, f"{label} has the wrong cargo for this pass")
+        right_head = kv.head == q.head * problem.kv_head_groups // problem.q_head_groups
+        self._need(right_head, rank, f"{label} joins head groups that do not belong together")
+        self._need(bool(problem.unmasked[q.chunk, kv.chunk]), rank, f"{label} is masked")
+        cut = problem.is_diagonal(q.chunk, kv.chunk)
+        self._need(cut == (action.causal and q.chunk == kv.chunk), rank, f"{label} has the wrong mask")
+        self._need(block not in self.done, rank, f"{label} is computed twice")
+        self.done.add(block)
+        if self.pass_.q_up:
+            self._add(rank, Name(self.pass_.q_up.name, q.chunk, q.head), 1 << kv.chunk)
+        if self.pass_.kv_up:
+            bit = q.chunk * problem.q_head_groups + q.head
+            self._add(rank, Name(self.pass_.kv_up.name, kv.chunk, kv.head), 1 << bit)
+
+    def _add(self, rank: int, name: Name, blocks: int) -> None:
+        state = self.ranks[rank]
+        self._need(name not in state.left, rank, f"adds to {name} after it was sent")
+        have = state.held.get(name) or 0
+        self._need(not have & blocks, rank, f"{name} would count blocks twice")
+        state.held[name] = have | blocks
+
+    def _accumulate(self, rank: int, name: Name) -> None:
+        state = self.ranks[rank]
+        value = state.held[name]
+        self._need(name.src >= 0 and value is not None, rank, f"{name} is not a received partial result")
+        self._need(name not in state.spent, rank, f"{name} is accumulated twice")
+        state.spent.add(name)
+        self._add(rank, name._replace(src=-1), value or 0)
+
+    def _free(self, rank: int, name: Name) -> None:
+        state = self.ranks[rank]
+        self._need(name in state.held, rank, f"{name} is not here")
+        self._need(name not in state.own, rank, f"{name} is at home here")
+        self._need(not state.in_flight[name], rank, f"{name} is still being sent")
+        if CARGOS[name.cargo].is_result:
+            used = name in state.spent if name.src >= 0 else name in state.left
+            self._need(used, rank, f"result {name} would be lost")
+        del state.held[name]
+
+    # ------------------------------------------------------------------ transfers
+
+    def _transfer(self, rank: int) -> set[int]:
+        """Matches what can be matched around `rank`; returns the ranks that may now go on."""
+        moved: set[int] = set()
+        todo = {rank}
+        while todo:
+            current = todo.pop()
+            queue = self.ranks[current].queue
+            if not queue:
+                continue
+            flight = queue[0]
+            for peer in {message.peer for message in (*flight.sends, *flight.recvs)}:
+                other = self.ranks[peer].queue
+                if other and (self._match(current, peer) | self._match(peer, current)):
+                    moved |= {current, peer}
+                    todo.add(peer)
+            if flight.is_done:
+                queue.pop(0)
+                moved.add(current)
+                todo.add(current)
+        return moved
+
+    def _match(self, src: int, dst: int) -> bool:
+        """Moves the messages from `src` to `dst` that both have at the heads of their queues, in order."""
+        out, into = self.ranks[src].queue[0], self.ranks[dst].queue[0]
+        if out.post.key != into.post.key:
+            return False
+        moved = False
+        sends = [message for message in out.sends if message.peer == dst]
+        recvs = [message for message in into.recvs if message.peer == src]
+        for send, recv in zip(sends, recvs, strict=False):
+            landed = tuple(self._landed(name, src) for name in send.names)
+            agree = landed == recv.names
+            self._need(agree, src, f"sends {send} where rank {dst} expects {recv} in post {out.post.key}")
+            into.arrived.update(zip(landed, (out.values[name] for name in send.names), strict=True))
+            out.sends.remove(send)
+            into.recvs.remove(recv)
+            self._count(src, send)
+            moved = True
+        return moved
+
+    @staticmethod
+    def _landed(name: Name, src: int) -> Name:
+        return name._replace(src=src) if CARGOS[name.cargo].is_result else name
+
+    def _count(self, src: int, message: Message) -> None:
+        self.num_messages += 1
+        for name in message.names:
+            self.num_pieces_sent[name.cargo] += 1
+            if CARGOS[name.cargo].is_result:
+                again = name in self.ranks[src].left
+                self._need(not again, src, f"sends {name} twice")
+                self.ranks[src].left.add(name)
+
+    # ------------------------------------------------------------------ the end
+
+    def _why_stuck(self, rank: int) -> str:
+        queue = self.ranks[rank].queue
+        if not queue:
+            return "deadlock"
+        flight = queue[0]
+        open_ends = [f"send {m}" for m in flight.sends] + [f"recv {m}" for m in flight.recvs]
+        return f"deadlock: post {flight.post.key} still has {' | '.join(open_ends)} unmatched"
+
+    def _check_end(self) -> None:
+        problem = self.problem
+        for rank, state in enumerate(self.ranks):
+            self._need(not state.queue and not state.flights, rank, "ends with transfers not waited for")
+        expected = int(problem.unmasked.sum()) * problem.q_head_groups
+        if len(self.done) != expected:
+            raise ScheduleFault(
+                f"{self.name} {self.pass_.name}: {expected - len(self.done)} blocks are never computed"
+            )
+        results = self._expected_results()
+        for rank, state in enumerate(self.ranks):
+            mine = {x: v for x, v in results.items() if problem.sharding.home[x.chunk] == rank}
+            for name, blocks in mine.items():
+                self._need(state.held.get(name) == blocks, rank, f"result {name} is not complete")
+            left = state.held.keys() - state.own - mine.keys()
+            self._need(not left, rank, f"{', '.join(sorted(map(str, left)))} is left behind")
+
+    def _expected_results(self) -> dict[Name, int]:
+        results: dict[Name, int] = defaultdict(int)
+        problem, (q_up, kv_up) = self.problem, (self.pass_.q_up, self.pass_.kv_up)
+        for q, kv, head in self.done:
+            if q_up:
+                results[Name(q_up.name, q, head)] |= 1 << kv
+            if kv_up:
+                kv_head = head * problem.kv_head_groups // problem.q_head_groups
+                results[Name(kv_up.name, kv, kv_head)] |= 1 << (q * problem.q_head_groups + head)
+        return results

@@ -1,0 +1,74 @@
+"""A schedule: decisions lowered for one pass, with a program for every rank."""
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from charm_megatron.schedule.actions import Program
+from charm_megatron.schedule.decisions import Decisions, Problem
+from charm_megatron.schedule.lowering import Blocks, Hops, lower
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.program import rank_program
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who sends what to whom in which step, and who computes what in which tick.
+
+    `depth` is how many steps a transfer may start ahead of the tick that it is planned for, plus one.
+    `fuse` posts all transfers of a step as one group; otherwise each lane (cargo and link class) is a
+    group of its own, which needs a transport whose lanes progress independently.
+    """
+
+    name: str
+    problem: Problem
+    pass_: Pass
+    hops: Hops
+    blocks: Blocks
+    depth: int = 1
+    fuse: bool = True
+
+    @property
+    def cp_size(self) -> int:
+        return self.problem.cp_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in which anything is in flight."""
+        return int(self.hops.step.max(initial=-1)) + 1
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks in which anything is computed."""
+        return int(self.blocks.tick.max(initial=-1)) + 1
+
+    def program(self, rank: int) -> Program:
+        """The actions of one rank. Computed anew at each call."""
+        return rank_program(self, rank)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they hold the same schedule."""
+        problem = self.problem
+        head = (
+            self.name,
+            self.pass_.name,
+            problem.sharding,
+            problem.domains,
+            problem.causal,
+            problem.q_head_groups,
+            problem.kv_head_groups,
+            self.depth,
+            self.fuse,
+        )
+        digest = hashlib.sha256(repr(head).encode())
+        for table in (self.hops, self.blocks):
+            for column in fields(table):
+                digest.update(getattr(table, column.name).tobytes())
+        return digest.hexdigest()
+
+
+def make_schedule(decisions: Decisions, pass_: Pass, *, depth: int = 1, fuse: bool = True) -> Schedule:
+    """Lowers `decisions` for one pass; the backward pass is the same decisions under another `Pass`."""
+    hops, blocks = lower(decisions, pass_)
+    return Schedule(decisions.name, decisions.problem, pass_, hops, blocks, depth, fuse)

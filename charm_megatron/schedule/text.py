@@ -1,0 +1,129 @@
+"""The text form of actions, which reads back: `parse_action(str(action)) == action`.
+
+    post 1.0 | send 0 q3 q4 | recv 0 q0 q7 | send 1 kv3 kv4 | recv 1 kv1 kv6
+    wait 1.0
+    attend q3 q4 kv3 kv4 causal
+    accumulate o3<0
+    free kv1
+
+A piece is a cargo (q, kv, o, g, dq, dkv), a chunk, `.head group` when not 0, and `<rank` for a partial result
+received from that rank. A post is identified by step and order.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from charm_megatron.errors import ScheduleSyntaxError, nearest
+from charm_megatron.schedule.actions import (
+    Accumulate,
+    Action,
+    Attend,
+    Free,
+    Key,
+    Message,
+    Name,
+    Post,
+    Program,
+    Wait,
+)
+from charm_megatron.schedule.passes import CARGOS
+from charm_megatron.schedule.schedule import Schedule
+
+_NAME = re.compile(r"(?P<cargo>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:<(?P<src>\d+))?")
+_KEY = re.compile(r"(\d+)\.(\d+)")
+_WORDS = ("post", "wait", "attend", "accumulate", "free")
+
+
+def parse_action(text: str) -> Action:
+    """Reads one action. Raises `ScheduleSyntaxError` with the offending words."""
+    word, _, rest = text.strip().partition(" ")
+    words = rest.split()
+    match word:
+        case "post":
+            return _parse_post(text)
+        case "wait":
+            return Wait(_parse_key(rest.strip(), text))
+        case "attend":
+            return _parse_attend(words, text)
+        case "accumulate" | "free":
+            if len(words) != 1:
+                raise ScheduleSyntaxError(f"{text.strip()!r}: {word} takes one piece, but has {len(words)}")
+            name = _parse_name(words[0], text)
+            return Accumulate(name) if word == "accumulate" else Free(name)
+    raise ScheduleSyntaxError(f"{text.strip()!r}: unknown action {word!r}{nearest(word, _WORDS)}")
+
+
+def parse_program(lines: Iterable[str]) -> Program:
+    """Reads a program, one action a line; blank lines and lines that begin with # are passed over."""
+    stripped = (line.strip() for line in lines)
+    return tuple(parse_action(line) for line in stripped if line and not line.startswith("#"))
+
+
+def _parse_key(text: str, line: str) -> Key:
+    match = _KEY.fullmatch(text)
+    if not match:
+        raise ScheduleSyntaxError(f"{line.strip()!r}: {text!r} is not STEP.ORDER, such as 2.0")
+    return Key(int(match[1]), int(match[2]))
+
+
+def _parse_name(word: str, line: str) -> Name:
+    match = _NAME.fullmatch(word)
+    if not match or match["cargo"] not in CARGOS:
+        raise ScheduleSyntaxError(
+            f"{line.strip()!r}: {word!r} is not a piece, such as q3, kv3.1 or o3<5; "
+            f"cargos are {', '.join(CARGOS)}"
+        )
+    src = -1 if match["src"] is None else int(match["src"])
+    return Name(match["cargo"], int(match["chunk"]), int(match["head"] or 0), src)
+
+
+def _parse_attend(words: list[str], line: str) -> Attend:
+    causal = words[-1:] == ["causal"]
+    names = [_parse_name(word, line) for word in (words[:-1] if causal else words)]
+    q = tuple(name for name in names if CARGOS[name.cargo].side == "q")
+    kv = tuple(name for name in names if CARGOS[name.cargo].side == "kv")
+    if not q or not kv:
+        raise ScheduleSyntaxError(f"{line.strip()!r}: attend needs pieces of both sides, such as q3 kv1")
+    return Attend(q, kv, causal)
+
+
+def _parse_post(line: str) -> Post:
+    head, *parts = (part.strip() for part in line.split("|"))
+    key = _parse_key(head.removeprefix("post").strip(), line)
+    sends: list[Message] = []
+    recvs: list[Message] = []
+    for part in parts:
+        words = part.split()
+        if len(words) < 3 or words[0] not in ("send", "recv") or not words[1].isdigit():
+            raise ScheduleSyntaxError(f"{line.strip()!r}: {part!r} is not send|recv RANK PIECE ..")
+        message = Message(int(words[1]), tuple(_parse_name(word, line) for word in words[2:]))
+        (sends if words[0] == "send" else recvs).append(message)
+    return Post(key, tuple(sends), tuple(recvs))
+
+
+def schedule_header(schedule: Schedule) -> str:
+    """One line that says what the schedule is for."""
+    problem = schedule.problem
+    mask = "causal" if problem.causal else "none"
+    return (
+        f"{schedule.name} {schedule.pass_.name}: {schedule.cp_size} ranks, domains [{problem.domains}], "
+        f"layout {problem.sharding.layout}, mask {mask}, {schedule.num_steps} steps, "
+        f"digest {schedule.digest[:16]}"
+    )
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The whole schedule: a header, then the program of each rank."""
+    lines = [f"# {schedule_header(schedule)}"]
+    for rank in range(schedule.cp_size):
+        lines += ["", f"# rank {rank}", *map(str, schedule.program(rank))]
+    return "\n".join(lines) + "\n"
+
+
+def excerpt(program: Sequence[Action], position: int, *, around: int = 3) -> str:
+    """The actions around `position`, an arrow at the one itself."""
+    first = max(0, position - around)
+    lines = []
+    for i, action in enumerate(program[first : position + around + 1], start=first):
+        lines.append(f"{'-->' if i == position else '   '} {i:4} {action}")
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""Fixtures of all tiers."""
+
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)` compares text with a file of tests/golden, or writes it under --update-golden."""
+
+    def compare(name, text):
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{name} differs; if that is meant, --update-golden"
+
+    return compare

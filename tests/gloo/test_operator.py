@@ -1,0 +1,212 @@
+"""Context-parallel attention on real ranks against fp64 attention on one process."""
+
+import time
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from charm_megatron.config import CharmConfig
+from charm_megatron.errors import ScheduleDisagreement, TopologyError, TransferTimeout, WorkloadError
+from charm_megatron.executor import AttentionRuntime
+from charm_megatron.planner import PLANNERS
+from charm_megatron.schedule.check import check_schedule
+from charm_megatron.sharding import make_sharding
+from charm_megatron.workload import Workload
+from tests.full_attention import full_attention, relative_error
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+BATCH, HEADS, HEAD_DIM, TOKENS_PER_CHUNK = 2, 4, 8, 3
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def inputs(seq_len, kv_heads, head_dim_v, dtype=torch.float64):
+    """q, k, v and dout of the whole sequence, the same on every rank."""
+    random = torch.Generator().manual_seed(seq_len + kv_heads)
+    widths = ((HEADS, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, head_dim_v), (HEADS, head_dim_v))
+    made = [
+        torch.randn(seq_len, BATCH, *w, dtype=torch.float64, generator=random).to(dtype).double()
+        for w in widths
+    ]
+    return *(x.requires_grad_() for x in made[:3]), made[3]
+
+
+def run_case(runtime, rank, size, *, layout, causal, kv_heads, head_dim_v=HEAD_DIM, dtype=torch.float64):
+    """Errors of one rank's shard relative to full attention, by tensor."""
+    seq_len = 2 * size * TOKENS_PER_CHUNK
+    q, k, v, dout = inputs(seq_len, kv_heads, head_dim_v, dtype)
+    out, lse = full_attention(q, k, v, causal=causal)
+    expected = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    ranges = make_sharding(layout, size).token_ranges(rank, seq_len)
+    mine = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    shard = [x.detach()[mine].to(dtype).requires_grad_() for x in (q, k, v)]
+    got, got_lse = runtime.attention_with_lse(*shard, group=dist.group.WORLD, causal=causal, layout=layout)
+    grads = torch.autograd.grad(got, shard, dout[mine].to(dtype))
+    values = (got, got_lse, *grads)
+    return {
+        name: relative_error(value.double(), reference[mine])
+        for name, value, reference in zip(TENSORS, values, expected, strict=True)
+    }
+
+
+def domain_counts(size):
+    return [count for count in (1, 2, size) if size % count == 0 and count <= size]
+
+
+def all_cases(rank, size):
+    worst = {}
+    for schedule, domains in product(PLANNERS, sorted(set(domain_counts(size)))):
+        runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=domains, deadline_s=60))
+        for (layout, causal), kv_heads in product(
+            (("zigzag", True), ("zigzag", False), ("contiguous", True)), (HEADS, 1)
+        ):
+            errors = run_case(runtime, rank, size, layout=layout, causal=causal, kv_heads=kv_heads)
+            worst[schedule, domains, layout, causal, kv_heads] = max(errors.values())
+    return worst
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_schedule_equals_full_attention_forward_and_backward(size):
+    for worst in run_ranks(all_cases, size):
+        assert worst, "no case ran"
+        assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
+
+
+def settings_cases(rank, size):
+    errors = {}
+    for depth, fuse, kernel in product((1, 3), (True, False), ("torch", "reference")):
+        config = CharmConfig(domains=2, prefetch_depth=depth, fuse=fuse, kernel=kernel, deadline_s=60)
+        found = run_case(
+            AttentionRuntime(config), rank, size, layout="zigzag", causal=True, kv_heads=2, head_dim_v=6
+        )
+        errors[depth, fuse, kernel] = max(found.values())
+    return errors
+
+
+def test_prefetch_separate_lanes_kernels_and_unequal_head_widths_change_nothing():
+    for errors in run_ranks(settings_cases, 4):
+        assert {case: error for case, error in errors.items() if not error < 1e-10} == {}
+
+
+def byte_counts(rank, size):
+    rows = []
+    for schedule in PLANNERS:
+        runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=2, deadline_s=60))
+        run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=2, dtype=torch.bfloat16)
+        workload = Workload(
+            BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM, "bfloat16", True
+        )
+        receipt = runtime.receipt(dist.group.WORLD, workload)
+        check_schedule(receipt.forward)
+        check_schedule(receipt.backward)
+        planned = receipt.forward_traffic.total_bytes[rank] + receipt.backward_traffic.total_bytes[rank]
+        rows.append((schedule, runtime.num_bytes_sent(dist.group.WORLD), int(planned)))
+    return rows
+
+
+def test_bytes_posted_equal_the_plan_and_the_checker_passes_what_ran():
+    for rows in run_ranks(byte_counts, 4):
+        assert [(name, planned) for name, _, planned in rows] == [(name, posted) for name, posted, _ in rows]
+        assert all(posted > 0 for _, posted, _ in rows)
+
+
+def bfloat16_case(rank, size, return_dtype):
+    config = CharmConfig(domains=2, return_dtype=return_dtype, grad_return_dtype=return_dtype, deadline_s=60)
+    runtime = AttentionRuntime(config)
+    return run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("return_dtype", ["model", "float32"])
+def test_bfloat16_stays_within_a_few_roundings(return_dtype):
+    for errors in run_ranks(bfloat16_case, 4, return_dtype):
+        assert all(error < 2e-2 for error in errors.values()), errors
+
+
+def repeated_run(rank, size):
+    runtime = AttentionRuntime(CharmConfig(domains=2, deadline_s=60))
+    q, k, v, _ = (x.detach().float() for x in inputs(2 * size * TOKENS_PER_CHUNK, 2, HEAD_DIM))
+    tokens = 2 * TOKENS_PER_CHUNK
+    shard = [x[rank * tokens : (rank + 1) * tokens].clone().requires_grad_() for x in (q, k, v)]
+    results = []
+    for _ in range(3):
+        out = runtime.attention(*shard, group=dist.group.WORLD)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), shard)))
+    return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_results_are_bitwise_repeatable():
+    assert run_ranks(repeated_run, 4) == [True] * 4
+
+
+def pool_sizes(rank, size):
+    runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=60))
+    for _ in range(3):
+        run_case(runtime, rank, size, layout="zigzag", causal=False, kv_heads=HEADS)
+    (known,) = runtime._groups.values()
+    return sum(pool.num_bytes for pool in known.pools.values())
+
+
+def test_buffers_of_the_ring_do_not_grow_with_the_number_of_ranks():
+    assert set(run_ranks(pool_sizes, 4)) == set(run_ranks(pool_sizes, 8))
+
+
+def disagreeing(rank, size):
+    runtime = AttentionRuntime(CharmConfig(schedule="ring" if rank else "rm_plus", deadline_s=60))
+    try:
+        run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+    except ScheduleDisagreement as error:
+        return str(error)
+
+
+def test_ranks_with_different_schedules_say_so_before_the_first_transfer():
+    for message in run_ranks(disagreeing, 2):
+        assert "rank 0: rm_plus forward" in message
+        assert "rank 1: ring forward" in message
+
+
+def deserted(rank, size):
+    runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=1))
+    run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+    if rank == 0:
+        try:
+            run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+        except TransferTimeout as error:
+            return str(error)
+    time.sleep(3)
+    return None
+
+
+def test_a_rank_whose_peers_do_not_come_gives_up_at_its_deadline():
+    message, _ = run_ranks(deserted, 2)
+    assert "deadline 1 s" in message
+    assert "rank 0" in message
+
+
+def bad_calls(rank, size):
+    group = dist.group.WORLD
+    ok = torch.zeros(4, 1, 2, 8)
+    calls = {
+        "odd": lambda rt: rt.attention(ok[:3], ok[:3], ok[:3], group=group),
+        "heads": lambda rt: rt.attention(torch.zeros(4, 1, 3, 8), ok, ok, group=group),
+        "dims": lambda rt: rt.attention(ok[0], ok[0], ok[0], group=group),
+        "dtype": lambda rt: rt.attention(ok, ok.double(), ok, group=group),
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises(WorkloadError) as caught:
+            call(AttentionRuntime(CharmConfig(deadline_s=60)))
+        messages[name] = str(caught.value)
+    with pytest.raises(TopologyError, match="2 context-parallel ranks do not split into 3 equal domains"):
+        AttentionRuntime(CharmConfig(domains=3)).attention(ok, ok, ok, group=group)
+    return messages
+
+
+def test_shapes_that_do_not_fit_are_refused_with_what_would_work():
+    messages = run_ranks(bad_calls, 2)[0]
+    assert "must be a multiple of 4, such as 4 or 8" in messages["odd"]
+    assert "3 query heads cannot share 2 KV heads evenly" in messages["heads"]
+    assert "[tokens, batch, heads, width]" in messages["dims"]
+    assert "must share dtype and device" in messages["dtype"]
