@@ -45,3 +45,11 @@ class Workload:
     def accumulate_dtype(self) -> str:
         """Dtype of accumulators, lse and delta: float32, or float64 where the model itself is float64."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    def block_flops(self, num_pairs: float, num_heads: int, *, backward: bool = False) -> float:
+        """Floating-point operations for `num_pairs` (query, key) pairs of each sequence and `num_heads` heads.
+
+        Forward: one product for logits, one for outputs. Backward: logits again, dv, dp, dq and dk.
+        """
+        products = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
+        return 2.0 * num_pairs * self.batch * num_heads * products

@@ -88,7 +88,10 @@ def _attends(schedule: "Schedule", rank: int) -> Ticks:
     q_cargo, kv_cargo = schedule.pass_.q_down.name, schedule.pass_.kv_down.name
     for (tick, head), per_q in sorted(rows.items()):
         kv_head = head * problem.kv_head_groups // problem.q_head_groups
-        for qs, kvs, causal in _rectangles(per_q, problem.causal):
+        rectangles = list(_rectangles(per_q, problem.causal))
+        # Visiting queries first: somebody waits for their results.
+        rectangles.sort(key=lambda rectangle: any(problem.sharding.home[q] == rank for q in rectangle[0]))
+        for qs, kvs, causal in rectangles:
             q_names = tuple(Name(q_cargo, chunk, head) for chunk in qs)
             kv_names = tuple(Name(kv_cargo, chunk, kv_head) for chunk in kvs)
             attends[tick].append(Attend(q_names, kv_names, causal))

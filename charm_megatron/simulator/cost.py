@@ -1,0 +1,51 @@
+"""What one action takes: a device's rate for blocks, latency and bandwidth for the links of each class."""
+
+from dataclasses import dataclass
+
+from charm_megatron.errors import WorkloadError
+from charm_megatron.schedule.actions import Attend, Message
+from charm_megatron.schedule.passes import CARGOS, FORWARD, Pass
+from charm_megatron.schedule.wire import WireFormat
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link: a transfer takes `latency_s` + bytes / `bytes_per_s`."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.latency_s < 0:
+            raise WorkloadError(f"a link needs a positive rate and no negative latency, but is {self}")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices of one device and its links.
+
+    `is_shared`: transfers of a rank that use its link of one class in one direction go one after the other,
+    each at the full rate; otherwise every transfer has a link of its own.
+    """
+
+    flops_per_s: float
+    inside: Link
+    across: Link
+    is_shared: bool = True
+
+    def attend_s(self, action: Attend, wire: WireFormat, pass_: Pass) -> float:
+        """Time of a rectangle of blocks; of a diagonal block only the lower triangle counts."""
+        pairs = 0.0
+        for q in action.q:
+            for kv in action.kv:
+                if not action.causal or kv.chunk <= q.chunk:
+                    is_triangle = action.causal and kv.chunk == q.chunk
+                    pairs += wire.chunk_len**2 * (0.5 if is_triangle else 1.0)
+        heads = wire.heads(pass_.q_down)
+        return wire.workload.block_flops(pairs, heads, backward=pass_ is not FORWARD) / self.flops_per_s
+
+    def message_s(self, message: Message, wire: WireFormat, *, crosses: bool) -> float:
+        """Time of a message alone on its link."""
+        num_bytes = len(message.names) * wire.piece_bytes(CARGOS[message.names[0].cargo])
+        link = self.across if crosses else self.inside
+        return link.latency_s + num_bytes / link.bytes_per_s
