@@ -1,0 +1,1 @@
+"""The command `charm-megatron`: parses, calls, prints."""

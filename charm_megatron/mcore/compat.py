@@ -1,0 +1,97 @@
+"""Versions of megatron-core: which ones work, and what differs between them. Only this file knows.
+
+0.16.1 is the oldest with the attention interface used here. `megatron.training` is part of the wheel from
+0.19 on, and its `pretrain` has had the present signature since 0.19; 0.19.2 is the version that was tried.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from charm_megatron.errors import InvalidInput
+from charm_megatron.mcore.swap import resolve, swapped
+
+Release = tuple[int, ...]
+
+OLDEST: Release = (0, 16, 1)
+OLDEST_FOR_PRETRAINING: Release = (0, 19, 2)
+FIRST_UNKNOWN: Release = (0, 20)
+
+INSTALL_HINT = "pip install 'charm-megatron[megatron]' installs a version that works"
+
+
+def installed_version() -> str:
+    """The version of megatron-core. Imports nothing heavy.
+
+    Raises `InvalidInput` where it is not installed.
+    """
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        pass
+    # A git checkout on PYTHONPATH carries no package metadata, but a file with its version.
+    spec = find_spec("megatron.core") if find_spec("megatron") else None
+    for folder in (spec and spec.submodule_search_locations) or ():
+        info = Path(folder) / "package_info.py"
+        numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.MULTILINE))
+        return ".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH"))
+    raise InvalidInput(f"megatron-core is not installed; {INSTALL_HINT}")
+
+
+def require_megatron() -> None:
+    """Raises `InvalidInput` unless a megatron-core whose attention interface is known is installed."""
+    _require(OLDEST, "context-parallel attention")
+
+
+def require_pretraining() -> None:
+    """Raises `InvalidInput` unless `megatron.training` of a known version, and what it needs, is installed."""
+    _require(OLDEST_FOR_PRETRAINING, "pretraining")
+    if find_spec("megatron.training") is None:
+        raise InvalidInput(f"megatron-core is installed without megatron.training; {INSTALL_HINT}")
+    if find_spec("psutil") is None:
+        raise InvalidInput(
+            f"psutil, which Megatron needs to save checkpoints, is not installed; {INSTALL_HINT}"
+        )
+
+
+def _require(oldest: Release, purpose: str) -> None:
+    version = installed_version()
+    if not oldest <= _release(version) < FIRST_UNKNOWN:
+        raise InvalidInput(
+            f"megatron-core {version} is not supported; {purpose} needs "
+            f">={_dotted(oldest)},<{_dotted(FIRST_UNKNOWN)}; {INSTALL_HINT}"
+        )
+
+
+def _release(version: str) -> Release:
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    if numbers is None:
+        raise InvalidInput(f"megatron-core has version {version!r}, which is not a version number")
+    return tuple(int(number) for number in numbers.group().split("."))
+
+
+def _dotted(release: Release) -> str:
+    return ".".join(map(str, release))
+
+
+COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"
+
+
+@contextmanager
+def wheel_repairs() -> Iterator[None]:
+    """Lets `megatron.training` of the wheel start, on every device.
+
+    `initialize_megatron` runs `make` in the folder of the dataset helpers and exits where that fails. The
+    wheel ships the helpers compiled, but no Makefile. A checkout with a Makefile is left alone.
+    """
+    module, _ = resolve(COMPILE_HELPERS)
+    has_makefile = (Path(module.__file__).parent / "Makefile").exists()
+    with nullcontext() if has_makefile else swapped(COMPILE_HELPERS, _helpers_are_compiled):
+        yield
+
+
+def _helpers_are_compiled() -> None:
+    import megatron.core.datasets.helpers_cpp  # noqa: F401  # ImportError where they are not

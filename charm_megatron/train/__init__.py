@@ -1,0 +1,1 @@
+"""Pretraining with Megatron's own training loop: flags, text, ranks, run folder."""

@@ -1,0 +1,121 @@
+"""Checks of a configuration before anything is started, and the facts of a job that follow from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from charm_megatron.config import MegatronValue, RunConfig
+from charm_megatron.errors import ConfigError, InvalidInput, nearest
+from charm_megatron.planner import PLANNERS, plan
+from charm_megatron.schedule.decisions import Problem
+from charm_megatron.sharding import make_sharding
+from charm_megatron.topology import even_domains, one_domain
+from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
+from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
+from charm_megatron.train.flags import RESUME
+from charm_megatron.train.run_folder import RunFolder
+
+DEFAULT_INTERVAL = 1_000
+"""Iterations between checkpoints, and evaluations, of a run whose length is given in samples."""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the launcher needs to know of a checked job."""
+
+    argv: tuple[str, ...]
+    train_iters: int
+
+
+def check_quickly(config: RunConfig) -> None:
+    """The checks that need neither torch nor Megatron. Raises `InvalidInput`."""
+    if config.charm.schedule not in PLANNERS:
+        raise ConfigError(
+            f"charm.schedule {config.charm.schedule!r} is unknown{nearest(config.charm.schedule, PLANNERS)}"
+        )
+    TextFolder.find(config.data.text)
+
+
+def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
+    """The checks that need Megatron. Raises `InvalidInput`; makes nothing, prints nothing."""
+    import torch
+
+    from charm_megatron.mcore.attention import check_supported
+    from charm_megatron.train.device import stand_in_for_cuda
+
+    cuda = torch.cuda.is_available()
+    parser = megatron_parser()
+    flags = effective_flags(config.megatron, cuda)
+    written = parser.parse_args(to_argv(flags, parser))
+    _check_layout(config, written)
+    argv = to_argv({**flags, **_run_flags(folder, written, resume)}, parser)
+    with stand_in_for_cuda():
+        args, transformer = validate(argv, config.launch.ranks)
+    if args.context_parallel_size > 1:
+        for layer_number in range(1, args.num_layers + 1):
+            check_supported(transformer, layer_number)
+    iters = args.train_iters or args.train_samples // args.global_batch_size
+    return JobFacts(tuple(argv), iters)
+
+
+def require_more_to_do(folder: RunFolder, done: int, facts: JobFacts) -> None:
+    """Raises `InvalidInput` where a run to be continued has done all its iterations."""
+    if done >= facts.train_iters:
+        raise InvalidInput(
+            f"{folder.path} is already at iteration {done}; to continue, set megatron.train_iters higher than "
+            f"{facts.train_iters}"
+        )
+
+
+def _run_flags(folder: RunFolder, written: Any, resume: bool) -> dict[str, MegatronValue]:
+    flags: dict[str, MegatronValue] = {
+        "data_path": [str(folder.text_prefix)],
+        "data_cache_path": str(folder.data),
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCABULARY_SIZE,
+        "save": str(folder.checkpoints),
+    }
+    for name in ("save_interval", "eval_interval"):
+        # Megatron saves and evaluates at the end too, but stops with an exception where it has no interval.
+        if getattr(written, name) is None:
+            flags[name] = written.train_iters or DEFAULT_INTERVAL
+    if resume:
+        flags |= {"load": str(folder.checkpoints), **RESUME}
+    return flags
+
+
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+
+
+def _check_layout(config: RunConfig, args: Any) -> None:
+    """Ranks, domains and sequence must fit together. `args` is Megatron's namespace, not yet validated."""
+    missing = [name for name in NEEDED if getattr(args, name) is None]
+    if not args.train_iters and not args.train_samples:
+        missing.append("train_iters")
+    if missing:
+        raise ConfigError(f"megatron.{missing[0]} is missing")
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
+    if min(tp, pp, cp) < 1:
+        raise ConfigError(
+            f"parallel sizes must be at least 1, but are tensor {tp}, pipeline {pp}, context {cp}"
+        )
+    ranks, model_ranks = config.launch.ranks, tp * pp * cp
+    if ranks % model_ranks:
+        raise ConfigError(
+            f"launch.ranks {ranks} must be a multiple of {model_ranks}, the product of the parallel sizes "
+            f"tensor {tp}, pipeline {pp} and context {cp}, such as {max(1, ranks // model_ranks) * model_ranks}"
+        )
+    _check_schedule(config, cp)
+    multiple = 2 * cp
+    if cp > 1 and args.seq_length % multiple:
+        raise ConfigError(
+            f"megatron.seq_length {args.seq_length} cannot be split over {cp} context-parallel ranks; it must "
+            f"be a multiple of 2 * {cp} = {multiple}, such as {max(1, round(args.seq_length / multiple)) * multiple}"
+        )
+
+
+def _check_schedule(config: RunConfig, cp_size: int) -> None:
+    """The planner must take these domains; raises what it raises. All ranks of a launcher share one host."""
+    declared = config.charm.domains
+    domains = one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)
+    plan(config.charm.schedule, Problem(make_sharding("zigzag", cp_size), domains, causal=True))

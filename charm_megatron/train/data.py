@@ -1,0 +1,141 @@
+"""A folder of text -> Megatron's indexed dataset, one token a byte.
+
+Tokens 0..255 are the bytes of the text in UTF-8, and 256 ends a document. A document is a file.
+"""
+
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from charm_megatron.errors import ConfigError
+
+END_OF_DOCUMENT = 256
+VOCABULARY_SIZE = 257
+
+MAX_PIECE_TOKENS = 65_536
+MIN_PIECE_TOKENS = 1_024
+PIECES = 200
+"""A text is stored in about so many pieces or more.
+
+Megatron splits a dataset into training, validation and test by whole pieces, and shuffles pieces. A folder
+of one large file would otherwise have no validation text.
+"""
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """The files that a model is trained on, in the order of their names."""
+
+    path: Path
+    files: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, path: Path | None) -> "TextFolder":
+        """Finds the regular files of `path`, at any depth; of Python's standard library when it is None.
+
+        Raises `ConfigError` where there is no such folder, or no file with text in it.
+        """
+        if path is None:
+            library = Path(sysconfig.get_paths()["stdlib"])
+            return cls._with_text(library, sorted(library.glob("*.py")))
+        if not path.is_dir():
+            raise ConfigError(f"data.text {path} is not a folder; give a folder of text files")
+        try:
+            return cls._with_text(path, sorted(file for file in path.rglob("*") if file.is_file()))
+        except OSError as error:
+            raise ConfigError(f"data.text {path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def _with_text(cls, path: Path, files: Sequence[Path]) -> "TextFolder":
+        folder = cls(path, tuple(files))
+        if next(folder.documents(), None) is None:
+            raise ConfigError(f"data.text {path} holds no text; it needs files in UTF-8 that are not empty")
+        return folder
+
+    def documents(self) -> Iterator[bytes]:
+        """The content of each file that is not empty and is UTF-8; pictures, archives and the like are not."""
+        for file in self.files:
+            content = file.read_bytes()
+            if content and _is_utf8(content):
+                yield content
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, those included that turn out not to be text."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def build_dataset(text: TextFolder, prefix: Path) -> None:
+    """Writes `prefix`.bin and `prefix`.idx in Megatron's format; keeps them where they are already complete.
+
+    The index appears last and at once, so that a build that was interrupted is never taken for a dataset.
+    Raises `ConfigError` where the existing dataset was made of another folder.
+    """
+    source = prefix.with_suffix(".json")
+    if prefix.with_suffix(".idx").exists():
+        used = json.loads(source.read_text("utf-8"))["text"]
+        if used != str(text.path):
+            raise ConfigError(
+                f"data.text is {text.path}, but this run was started with {used}; give that one"
+            )
+        return
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    num_documents, num_tokens = _write(text, prefix)
+    facts = {"text": str(text.path), "documents": num_documents, "tokens": num_tokens}
+    source.write_text(json.dumps(facts) + "\n", "utf-8")
+    prefix.with_suffix(".idx.part").replace(prefix.with_suffix(".idx"))
+
+
+def _write(text: TextFolder, prefix: Path) -> tuple[int, int]:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(VOCABULARY_SIZE)
+    builder = IndexedDatasetBuilder(str(prefix.with_suffix(".bin")), dtype=dtype)
+    piece = min(MAX_PIECE_TOKENS, max(MIN_PIECE_TOKENS, text.num_bytes // PIECES))
+    num_documents = num_tokens = 0
+    for content in text.documents():
+        tokens = np.append(np.frombuffer(content, np.uint8).astype(dtype), np.asarray(END_OF_DOCUMENT, dtype))
+        full, rest = divmod(len(tokens), piece)
+        builder.add_document(tokens, [piece] * full + ([rest] if rest else []))
+        num_documents += 1
+        num_tokens += len(tokens)
+    builder.finalize(str(prefix.with_suffix(".idx.part")))
+    return num_documents, num_tokens
+
+
+def check_size(prefix: Path, split: str, seq_length: int, needs_evaluation: bool) -> None:
+    """Raises `ConfigError` where a part of the text is too short for a single sequence.
+
+    Megatron's own dataset would say that some assertion on its index does not hold.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    # Named and copied: the dataset unmaps its file when it goes, and would leave a view of nothing.
+    dataset = IndexedDataset(str(prefix))
+    lengths = dataset.sequence_lengths.copy()
+    parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, part in zip(("training", "validation", "test"), parts, strict=True):
+        if part is None or (name != "training" and not needs_evaluation):
+            continue
+        begin, end = (round(bound * len(lengths)) for bound in part)
+        num_tokens = int(lengths[begin:end].sum())
+        if num_tokens <= seq_length:
+            raise ConfigError(
+                f"the {name} part of the text has {num_tokens} tokens, but a sequence takes {seq_length + 1}; "
+                f"give more text or a shorter megatron.seq_length"
+            )

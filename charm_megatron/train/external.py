@@ -1,0 +1,67 @@
+"""A run whose ranks are started by something else: torchrun, srun, or a scheduler of one's own.
+
+Each process runs its own rank, and its output goes where the starter sends it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from charm_megatron.config import RunConfig
+from charm_megatron.errors import ConfigError, InvalidInput
+from charm_megatron.mcore.compat import require_pretraining
+from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
+from charm_megatron.train.pretrain import Summary, summarize
+from charm_megatron.train.rank import RankJob
+from charm_megatron.train.run_folder import RunFolder
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started as a rank."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def run_as_rank(
+    config: RunConfig, path: Path | None, resume: bool, environment: Mapping[str, str]
+) -> Summary | None:
+    """Runs this process's rank; gives the summary on the last rank, which has the losses.
+
+    The same checks as for ranks of our own; rank 0 makes the run folder, which all must see under the same
+    path. Raises `InvalidInput` for what the caller can mend.
+    """
+    if path is None:
+        raise InvalidInput("--out must be given where ranks are started by something else, the same to all")
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    config = _with_ranks(config, world_size)
+    folder = RunFolder(path.absolute())
+    done = 0
+    if resume:
+        done = folder.check_resumable()
+    elif rank == 0:
+        folder.check_new()
+    check_quickly(config)
+    require_pretraining()
+    facts = check_job(config, folder, resume)
+    require_more_to_do(folder, done, facts)
+    if rank == 0:
+        folder.create(config)
+        if resume:
+            folder.rewind(done)
+    from charm_megatron.train.job import run_rank
+
+    run_rank(RankJob(config, folder, facts.argv), _ignore)
+    return summarize(folder, config) if rank == world_size - 1 else None
+
+
+def _ignore(kind: str, row: dict[str, Any]) -> None:
+    """Megatron's own log shows the progress of these runs."""
+
+
+def _with_ranks(config: RunConfig, world_size: int) -> RunConfig:
+    if "ranks" in config.launch.model_fields_set and config.launch.ranks != world_size:
+        raise ConfigError(
+            f"launch.ranks is {config.launch.ranks}, but {world_size} ranks were started; start as many, or "
+            f"leave launch.ranks out"
+        )
+    launch = config.launch.model_copy(update={"ranks": world_size})
+    return config.model_copy(update={"launch": launch})

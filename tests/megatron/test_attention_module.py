@@ -1,0 +1,133 @@
+"""The module asks the runtime for what Megatron asked of it, and refuses the rest in one sentence."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from charm_megatron.errors import InvalidInput
+from charm_megatron.mcore.attention import core_attention_class
+from charm_megatron.mcore.install import charm_attention_installed
+
+pytestmark = [
+    pytest.mark.megatron,
+    # Of the defaults of its own configuration.
+    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
+]
+
+Values = dict[str, Any]
+
+
+class FakeGroup:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class FakeRuntime:
+    """Answers with the query, its heads cut to the width of the values."""
+
+    def __init__(self) -> None:
+        self.asked: Values = {}
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
+        self.asked = asked
+        return query[..., : value.shape[-1]]
+
+
+def build(runtime: FakeRuntime, cp_size: int = 2, config: Values | None = None, **arguments: Any) -> Any:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return core_attention_class(runtime)(
+        **{
+            "config": TransformerConfig(**{**sizes, "context_parallel_size": cp_size, **(config or {})}),
+            "layer_number": 1,
+            "attn_mask_type": AttnMaskType.causal,
+            "attention_type": "self",
+            "cp_comm_type": "charm",
+            "pg_collection": SimpleNamespace(tp=FakeGroup(1), cp=FakeGroup(cp_size)),
+            **arguments,
+        }
+    )
+
+
+def qkv(head_dim: int = 8, head_dim_v: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(6, 2, 4, head_dim), torch.randn(6, 2, 2, head_dim), torch.randn(6, 2, 2, head_dim_v)
+
+
+def test_heads_are_joined_and_the_group_and_scale_are_passed_on() -> None:
+    runtime = FakeRuntime()
+    module = build(runtime)
+    query, key, value = qkv()
+    out = module(query, key, value, None, attn_mask_type=AttnMaskType.causal)
+    assert torch.equal(out, query.reshape(6, 2, 32))
+    assert runtime.asked == {"group": module.cp_group, "causal": True, "softmax_scale": 8**-0.5}
+
+
+def test_scale_and_mask_of_the_layer_are_used() -> None:
+    runtime = FakeRuntime()
+    build(runtime, softmax_scale=0.5)(*qkv(), None, attn_mask_type=AttnMaskType.no_mask)
+    assert (runtime.asked["softmax_scale"], runtime.asked["causal"]) == (0.5, False)
+    build(runtime, attn_mask_type=AttnMaskType.no_mask)(*qkv(), None)
+    assert runtime.asked["causal"] is False
+
+
+def test_query_and_value_heads_may_differ_in_width() -> None:
+    runtime = FakeRuntime()
+    out = build(runtime, k_channels=12, v_channels=8)(*qkv(12, 8), None)
+    assert out.shape == (6, 2, 32)
+    assert runtime.asked["softmax_scale"] == 12**-0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "sentence"),
+    [
+        ({"attention_dropout": 0.1}, {}, "attention_dropout 0.1; set it to 0"),
+        ({}, {"attention_dropout": 0.1}, "attention_dropout 0.1; set it to 0"),
+        ({"window_size": (4, 0)}, {}, "a sliding window"),
+        ({}, {"attention_type": "cross"}, "attention of type 'cross'"),
+        ({}, {"cp_comm_type": "p2p"}, "layer 1 has cp_comm_type 'p2p', which needs Transformer Engine"),
+    ],
+)
+def test_a_layer_that_cannot_be_split_is_refused(config: Values, arguments: Values, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        build(FakeRuntime(), config=config, **arguments)
+    build(FakeRuntime(), cp_size=1, config=config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ({"packed_seq_params": object()}, "packed sequences"),
+        ({"attention_bias": torch.zeros(1)}, "attention_bias"),
+        ({"attention_mask": torch.zeros(1)}, "pass --no-create-attention-mask-in-dataloader"),
+        ({"attn_mask_type": AttnMaskType.padding}, "mask type 'padding'"),
+    ],
+)
+def test_a_call_that_cannot_be_split_is_refused(call: Values, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        build(FakeRuntime())(*qkv(), **{"attention_mask": None, **call})
+
+
+def test_a_layer_without_cp_comm_type_is_refused_when_it_is_used() -> None:
+    """Multi-latent attention builds such a one, and throws it away."""
+    with pytest.raises(InvalidInput, match="pass --cp-comm-type charm"):
+        build(FakeRuntime(), cp_comm_type=None)(*qkv(), None)
+
+
+def test_local_layer_specs_hold_the_module_only_while_it_is_installed() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    def core_attention() -> Any:
+        return get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention
+
+    with charm_attention_installed(FakeRuntime()) as module_class:  # type: ignore[arg-type]
+        assert core_attention() is module_class
+        assert issubclass(module_class, DotProductAttention)
+    assert core_attention() is DotProductAttention

@@ -1,0 +1,74 @@
+"""What Megatron's flags cannot do is one sentence, before anything is made."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from charm_megatron.cli.main import app
+from tests.megatron.small_run import BASE
+
+pytestmark = pytest.mark.megatron
+
+CASES = {
+    "megatron.seq_length=250": "must be a multiple of 2 * 4 = 8, such as 248",
+    "charm.domains=3": "4 context-parallel ranks do not split into 3 equal domains; domains may be 1 or 2 or 4",
+    "launch.ranks=6": "launch.ranks 6 must be a multiple of 4",
+    "megatron.num_layer=2": "megatron.num_layer is not a flag of Megatron; did you mean 'num_layers'?",
+    "megatron.num_layers=two": "--num-layers: invalid int value: 'two'",
+    "megatron.num_layers=true": "megatron.num_layers needs a value",
+    "megatron.num_layers=": "megatron.num_layers is missing",
+    "megatron.lr=[1, 2]": "megatron.lr takes one value",
+    "megatron.swiglu=3": "megatron.swiglu is a switch: true or false, but is 3",
+    "megatron.normalization=Batch": "invalid choice: 'Batch'",
+    "megatron.transformer_impl=transformer_engine": "must be 'local' without CUDA",
+    "megatron.cp_comm_type=p2p": "needs Transformer Engine",
+    "megatron.attention_dropout=0.1": "does not support attention_dropout 0.1; set it to 0",
+    "megatron.window_size=4,0": "does not support a sliding window",
+    "megatron.softmax_type=off-by-one": "does not support softmax_type 'off-by-one'",
+    "megatron.save=/somewhere": "megatron.save must be left out",
+    "megatron.num_attention_heads=5": "args.hidden_size % args.num_attention_heads == 0 does not hold",
+    "megatron.global_batch_size=0": "Megatron refuses these flags",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    megatron = {**BASE, "context_parallel_size": 4}
+    path.write_text(yaml.safe_dump({"launch": {"ranks": 4}, "megatron": megatron}))
+    return path
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_flags_that_do_not_fit_are_one_sentence(config: Path, setting: str) -> None:
+    out = config.parent / "made" / "run"
+    result = CliRunner().invoke(app, ["pretrain", str(config), "--out", str(out), "--set", setting])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert CASES[setting] in result.stderr
+    assert not out.parent.exists()
+
+
+def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:
+    text = config.parent / "text"
+    text.mkdir()
+    (text / "short.txt").write_text("only a few words")
+    out = config.parent / "made" / "run"
+    arguments = ["pretrain", str(config), "--out", str(out), "--set", f"data.text={text}"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the training part of the text has 17 tokens")
+    assert not out.parent.exists()
+
+
+def test_a_run_that_is_done_is_not_resumed(config: Path) -> None:
+    checkpoints = config.parent / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("20")
+    arguments = ["pretrain", str(config), "--out", str(checkpoints.parent), "--resume"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "is already at iteration 20" in result.stderr

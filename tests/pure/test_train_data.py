@@ -1,0 +1,45 @@
+"""Which files are text to train on."""
+
+from pathlib import Path
+
+import pytest
+
+from charm_megatron.errors import ConfigError
+from charm_megatron.train.data import TextFolder
+
+pytestmark = pytest.mark.pure
+
+
+def test_text_is_found_at_any_depth_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "inner.txt").write_text("third")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "a.unknown").write_text("sécond")
+    assert list(TextFolder.find(tmp_path).documents()) == [b"first", "sécond".encode(), b"third"]
+
+
+def test_empty_files_and_files_that_are_not_text_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").write_text("text")
+    assert list(TextFolder.find(tmp_path).documents()) == [b"text"]
+
+
+def test_the_default_is_the_standard_library() -> None:
+    text = TextFolder.find(None)
+    assert "argparse.py" in {file.name for file in text.files}
+    assert text.num_bytes > 1_000_000
+
+
+@pytest.mark.parametrize("make", ["missing", "file", "empty", "binary"])
+def test_a_folder_without_text_is_one_sentence(tmp_path: Path, make: str) -> None:
+    path = tmp_path / "text"
+    if make == "file":
+        path.touch()
+    elif make != "missing":
+        path.mkdir()
+    if make == "binary":
+        (path / "picture").write_bytes(b"\xff\xfe\x00")
+    sentence = "is not a folder" if make in ("missing", "file") else "holds no text"
+    with pytest.raises(ConfigError, match=f"data.text .*text {sentence}"):
+        TextFolder.find(path)
