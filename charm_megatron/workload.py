@@ -1,10 +1,124 @@
 """What is to be computed: one attention call over a whole sequence, before it is split over ranks."""
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from charm_megatron.errors import WorkloadError, nearest
 
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+_MASK_WORD = re.compile(r"(?P<word>[a-z]+)(?::(?P<numbers>-?\d+(?:,-?\d+)*))?")
+
+
+class Band(NamedTuple):
+    """Which (row a, column b) of a block count: those with lo <= a - b <= hi."""
+
+    lo: int
+    hi: int
+
+    def __str__(self) -> str:
+        return f"{self.lo}:{self.hi}"
+
+    def is_full(self, num_rows: int, num_columns: int) -> bool:
+        """Whether a block of this size has no masked element."""
+        return self.lo <= 1 - num_columns and self.hi >= num_rows - 1
+
+    def is_causal(self, num_rows: int, num_columns: int) -> bool:
+        """Whether exactly the upper triangle of a square block is masked."""
+        return num_rows == num_columns and self.lo == 0 and self.hi >= num_rows - 1
+
+    def trimmed(self, num_rows: int, num_columns: int) -> tuple[slice, slice, "Band"]:
+        """The rows and columns of a block that have an unmasked element, and the band within those."""
+        rows = slice(max(0, self.lo), min(num_rows, num_columns + self.hi))
+        columns = slice(max(0, rows.start - self.hi), min(num_columns, rows.stop - self.lo))
+        shift = columns.start - rows.start
+        return rows, columns, Band(self.lo + shift, self.hi + shift)
+
+    def num_pairs(self, num_rows: int, num_columns: int) -> int:
+        """Number of unmasked elements of a block of this size."""
+
+        def at_most(bound: int) -> int:
+            """Elements with a - b <= bound: row by row, those from column a - bound on."""
+            bound = min(max(bound, -num_columns), num_rows - 1)
+            whole = min(bound + 1, num_rows) if bound >= 0 else 0  # rows that keep all their columns
+            first, last = bound + 1 if bound >= 0 else 0, num_rows - 1
+            last = min(last, bound + num_columns - 1)  # later rows keep none
+            cut = max(0, last - first + 1)
+            return whole * num_columns + cut * (num_columns + bound) - (first + last) * cut // 2
+
+        return at_most(self.hi) - at_most(self.lo - 1)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query at position p sees: positions p - left .. p + right of its own document.
+
+    None is without bound. `documents` are lengths in tokens that add up to the sequence; empty: one document.
+    """
+
+    left: int | None = None
+    right: int | None = 0
+    documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0):
+            raise WorkloadError(f"a window reaches 0 or more tokens to either side, but is {self}")
+        if any(length < 1 for length in self.documents):
+            raise WorkloadError(f"documents have at least 1 token, but are {self.documents}")
+
+    @property
+    def is_causal(self) -> bool:
+        """Plain causal attention, nothing else."""
+        return self == Mask()
+
+    @property
+    def is_none(self) -> bool:
+        """Every query sees every key."""
+        return self == Mask(None, None)
+
+    def __str__(self) -> str:
+        parts = [f"window:{_number(self.left)},{_number(self.right)}"]
+        if self.left is None and self.right in (None, 0):
+            parts = ["none" if self.right is None else "causal"]
+        if self.documents:
+            parts.append(f"documents:{','.join(map(str, self.documents))}")
+        return "+".join(parts)
+
+
+def _number(reach: int | None) -> str:
+    return "-1" if reach is None else str(reach)
+
+
+CAUSAL = Mask()
+NO_MASK = Mask(None, None)
+
+
+def parse_mask(text: str) -> Mask:
+    """Reads `causal`, `none`, `window:LEFT,RIGHT` (-1: unbounded), each with `+documents:LENGTH,..` if wanted."""
+    left: int | None = None
+    right: int | None = 0
+    documents: tuple[int, ...] = ()
+    for part in text.split("+"):
+        match = _MASK_WORD.fullmatch(part.strip())
+        word = match["word"] if match else part
+        numbers = tuple(map(int, match["numbers"].split(","))) if match and match["numbers"] else ()
+        if word == "causal" and not numbers:
+            left, right = None, 0
+        elif word == "none" and not numbers:
+            left, right = None, None
+        elif word == "window" and len(numbers) == 2:
+            left, right = (None if number == -1 else number for number in numbers)
+        elif word == "documents" and numbers:
+            documents = numbers
+        else:
+            words = ("causal", "none", "window", "documents")
+            known = "" if word in words else nearest(word, words)
+            raise WorkloadError(
+                f"mask {text!r}: {part.strip()!r} is not causal, none, window:LEFT,RIGHT or "
+                f"documents:LENGTH,..{known}"
+            )
+    return Mask(left, right, documents)
 
 
 @dataclass(frozen=True)
@@ -22,7 +136,7 @@ class Workload:
     head_dim: int
     head_dim_v: int
     dtype: str = "float32"
-    causal: bool = True
+    mask: Mask = CAUSAL
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "head_dim_v"):

@@ -1,15 +1,15 @@
 """Pieces in memory: byte buffers that hold some pieces of one cargo, ready to be sent.
 
-Legend: P pieces of a parcel, s tokens of a piece, b batch, h heads of a piece, w wide numbers and c scalars of
-a row (see `WireFormat`). A buffer is all wide numbers [P, s, b, h, w], then all scalars [P, s, b, h, c]. Tokens
-are outermost within a piece, so consecutive pieces are one tensor [P * s, b, h, w], and k and v of a row lie
-side by side: kernels read them in place.
+Legend: s tokens, b batch, h heads of a piece, w wide numbers and c scalars of a row (see `WireFormat`). A buffer
+is the wide numbers [s, b, h, w] of all its pieces, one after the other, then all their scalars [s, b, h, c]. Tokens
+are outermost, so consecutive pieces are one tensor, and k and v of a row lie side by side: kernels read them in
+place.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from charm_megatron.schedule.wire import WireFormat
 
 
 @dataclass(frozen=True)
-class PieceSpec:
-    """Shape and dtypes of one piece of a cargo."""
+class RowSpec:
+    """Shape and dtypes of the rows of a cargo; a token has batch * heads of them."""
 
-    tokens: int
     batch: int
     heads: int
     width: int
@@ -33,30 +32,31 @@ class PieceSpec:
 
     @property
     def wide_bytes(self) -> int:
-        return self.tokens * self.batch * self.heads * self.width * self.wide_dtype.itemsize
+        """Bytes of the wide numbers of one token."""
+        return self.batch * self.heads * self.width * self.wide_dtype.itemsize
 
     @property
     def scalar_bytes(self) -> int:
-        return self.tokens * self.batch * self.heads * self.num_scalars * self.scalar_dtype.itemsize
+        """Bytes of the scalars of one token."""
+        return self.batch * self.heads * self.num_scalars * self.scalar_dtype.itemsize
 
     @property
-    def num_bytes(self) -> int:
+    def token_bytes(self) -> int:
         return self.wide_bytes + self.scalar_bytes
 
 
-def wire_spec(wire: WireFormat, cargo: Cargo) -> PieceSpec:
+def wire_spec(wire: WireFormat, cargo: Cargo) -> RowSpec:
     """A piece as it travels."""
     return _spec(wire, cargo, wire.wide_dtype(cargo))
 
 
-def accumulator_spec(wire: WireFormat, cargo: Cargo) -> PieceSpec:
+def accumulator_spec(wire: WireFormat, cargo: Cargo) -> RowSpec:
     """A result while it is being added up."""
     return _spec(wire, cargo, wire.workload.accumulate_dtype)
 
 
-def _spec(wire: WireFormat, cargo: Cargo, wide_dtype: str) -> PieceSpec:
-    return PieceSpec(
-        tokens=wire.chunk_len,
+def _spec(wire: WireFormat, cargo: Cargo, wide_dtype: str) -> RowSpec:
+    return RowSpec(
         batch=wire.workload.batch,
         heads=wire.heads(cargo),
         width=wire.width(cargo),
@@ -87,23 +87,25 @@ class BufferPool:
 
 
 class Parcel:
-    """Some pieces of one cargo in one buffer."""
+    """Some pieces of one cargo in one buffer; `tokens[i]` is the length of piece i."""
 
-    def __init__(self, spec: PieceSpec, names: Sequence[Name], buffer: Tensor):
-        assert buffer.numel() == len(names) * spec.num_bytes, (buffer.numel(), len(names), spec)
+    def __init__(self, spec: RowSpec, names: Sequence[Name], tokens: Sequence[int], buffer: Tensor):
         self.spec, self.names, self.buffer = spec, tuple(names), buffer
-        end_of_wide = len(names) * spec.wide_bytes
-        rows = (len(names) * spec.tokens, spec.batch, spec.heads)
+        self.offsets = (0, *accumulate(tokens))
+        num_tokens = self.offsets[-1]
+        assert buffer.numel() == num_tokens * spec.token_bytes, (buffer.numel(), num_tokens, spec)
+        end_of_wide = num_tokens * spec.wide_bytes
+        rows = (num_tokens, spec.batch, spec.heads)
         self._wide = buffer[:end_of_wide].view(spec.wide_dtype).view(*rows, spec.width)
         self._scalars = buffer[end_of_wide:].view(spec.scalar_dtype).view(*rows, spec.num_scalars)
 
     def wide(self, start: int, stop: int) -> Tensor:
-        """Wide numbers of pieces start..stop, [(stop - start) * s, b, h, w]."""
-        return self._wide[start * self.spec.tokens : stop * self.spec.tokens]
+        """Wide numbers of pieces start..stop, [tokens, b, h, w]."""
+        return self._wide[self.offsets[start] : self.offsets[stop]]
 
     def scalars(self, start: int, stop: int) -> Tensor:
-        """Scalars of pieces start..stop, [(stop - start) * s, b, h, c]."""
-        return self._scalars[start * self.spec.tokens : stop * self.spec.tokens]
+        """Scalars of pieces start..stop, [tokens, b, h, c]."""
+        return self._scalars[self.offsets[start] : self.offsets[stop]]
 
     def wire_bytes(self, start: int, stop: int) -> Tensor | None:
         """Pieces start..stop as one contiguous byte tensor, or None where they are not contiguous."""
@@ -111,27 +113,26 @@ class Parcel:
             return self.buffer
         if self.spec.num_scalars:
             return None
-        return self.buffer[start * self.spec.wide_bytes : stop * self.spec.wide_bytes]
+        per_token = self.spec.wide_bytes
+        return self.buffer[self.offsets[start] * per_token : self.offsets[stop] * per_token]
 
 
-def head_groups_apart(shard: Tensor, num_chunks: int, head_groups: int) -> Tensor:
-    """[chunks * s, b, groups * h, w] -> [groups * chunks * s, b, h, w], pieces in the order (head group, chunk).
+def head_groups_apart(shard: Tensor, groups: int) -> Tensor:
+    """[s, b, groups * h, w] -> [groups * s, b, h, w], one group of heads after the other.
 
     A view for one group of heads.
     """
-    if head_groups == 1:
+    if groups == 1:
         return shard
-    rows, batch, heads, width = shard.shape
-    cut = shard.view(num_chunks, rows // num_chunks, batch, head_groups, heads // head_groups, width)
-    return cut.permute(3, 0, 1, 2, 4, 5).reshape(head_groups * rows, batch, heads // head_groups, width)
+    tokens, batch, heads, width = shard.shape
+    cut = shard.reshape(tokens, batch, groups, heads // groups, width)
+    return cut.permute(2, 0, 1, 3, 4).reshape(groups * tokens, batch, heads // groups, width)
 
 
-def head_groups_together(pieces: Tensor, num_chunks: int, head_groups: int) -> Tensor:
+def head_groups_together(pieces: Tensor, groups: int) -> Tensor:
     """The inverse of `head_groups_apart`."""
-    if head_groups == 1:
+    if groups == 1:
         return pieces
     rows, batch, heads, width = pieces.shape
-    tokens = rows // (head_groups * num_chunks)
-    cut = pieces.view(head_groups, num_chunks, tokens, batch, heads, width)
-    shard = cut.permute(1, 2, 3, 0, 4, 5)
-    return shard.reshape(prod(shard.shape[:2]), batch, head_groups * heads, width)
+    cut = pieces.view(groups, rows // groups, batch, heads, width)
+    return cut.permute(1, 2, 0, 3, 4).reshape(rows // groups, batch, groups * heads, width)

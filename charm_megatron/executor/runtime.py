@@ -7,28 +7,30 @@ ranks have agreed on, buffers. There is no state outside it.
 import hashlib
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.config import CharmConfig
-from charm_megatron.errors import WorkloadError
+from charm_megatron.errors import PlanError, WorkloadError
 from charm_megatron.executor.agreement import gather_hosts, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention
 from charm_megatron.executor.parcels import BufferPool
-from charm_megatron.executor.run import RankPlan
+from charm_megatron.executor.run import rank_plan
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import Selection, select_kernel
-from charm_megatron.planner import plan
+from charm_megatron.planner import cut_problem, plan
+from charm_megatron.schedule.check import check_schedule
 from charm_megatron.schedule.decisions import Problem
-from charm_megatron.schedule.passes import BACKWARD, FORWARD, Pass
-from charm_megatron.schedule.schedule import Schedule, make_schedule
+from charm_megatron.schedule.json_form import load_schedule
+from charm_megatron.schedule.schedule import Schedule, make_schedules
 from charm_megatron.schedule.text import format_schedule, schedule_header
 from charm_megatron.schedule.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, domains_from_hosts, even_domains
-from charm_megatron.workload import Workload
+from charm_megatron.workload import CAUSAL, Mask, Workload
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Receipt:
     domains: Domains
     domains_reason: str
     schedule_reason: str
-    forward: Schedule
-    backward: Schedule
+    forward: tuple[Schedule, ...]
+    backward: tuple[Schedule, ...]
     forward_traffic: Traffic
     backward_traffic: Traffic
     kernel_reason: str
@@ -47,10 +49,13 @@ class Receipt:
     def lines(self) -> list[str]:
         """The receipt for people."""
         domains = f"{self.domains.num_domains} domains" if self.domains.num_domains > 1 else "one domain"
+        steps = [sum(phase.num_steps for phase in phases) for phases in (self.forward, self.backward)]
+        digests = " ".join(schedule.digest[:12] for schedule in (*self.forward, *self.backward))
         return [
-            f"context parallelism: {self.domains.cp_size} ranks in {domains} [{self.domains}], {self.domains_reason}",
-            f"schedule: {self.forward.name}, {self.schedule_reason}; forward {self.forward.num_steps} steps, "
-            f"backward {self.backward.num_steps}; digests {self.forward.digest[:12]} {self.backward.digest[:12]}",
+            f"context parallelism: {self.domains.cp_size} ranks in {domains} [{self.domains}], "
+            f"{self.domains_reason}",
+            f"schedule: {self.forward[0].name}, {self.schedule_reason}; forward {steps[0]} steps, "
+            f"backward {steps[1]}; digests {digests}",
             *(
                 f"sent by a rank, {name}, one layer: inside a domain {_span(sent.inside_bytes.tolist())}, "
                 f"across domains {_span(sent.across_bytes.tolist())}"
@@ -62,14 +67,14 @@ class Receipt:
     @property
     def schedule_text(self) -> str:
         """Both passes in the text form of schedules."""
-        return f"{format_schedule(self.forward)}\n{format_schedule(self.backward)}"
+        return "\n".join(format_schedule(schedule) for schedule in (*self.forward, *self.backward))
 
 
 @dataclass(frozen=True)
 class _Plan:
     """Both passes of one workload, as agreed by the ranks of a group."""
 
-    schedules: dict[str, Schedule]
+    schedules: "Schedules"
     wire: WireFormat
     call: AttentionCall
     selection: Selection
@@ -101,7 +106,7 @@ class AttentionRuntime:
         v: Tensor,
         *,
         group: dist.ProcessGroup,
-        causal: bool = True,
+        mask: Mask = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
     ) -> Tensor:
@@ -111,7 +116,7 @@ class AttentionRuntime:
         out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`.
         """
         return self.attention_with_lse(
-            q, k, v, group=group, causal=causal, softmax_scale=softmax_scale, layout=layout
+            q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout
         )[0]
 
     def attention_with_lse(
@@ -121,12 +126,12 @@ class AttentionRuntime:
         v: Tensor,
         *,
         group: dist.ProcessGroup,
-        causal: bool = True,
+        mask: Mask = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
     ) -> tuple[Tensor, Tensor]:
         """As `attention`, and lse [s, b, h] in float32 (float64 for float64), which carries no gradient."""
-        workload = _workload(q, k, v, dist.get_world_size(group), causal)
+        workload = _workload(q, k, v, dist.get_world_size(group), mask)
         call = self._plan(group, workload, layout, q.device).call
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = ContextParallelAttention.apply(q, k, v, replace(call, softmax_scale=scale))
@@ -143,15 +148,15 @@ class AttentionRuntime:
         """Plans `workload` ahead of the first call and says what was planned. Collective over `group`."""
         made = self._plan(group, workload, layout, device or torch.device("cpu"))
         known = self._groups[group]
-        forward, backward = made.schedules[FORWARD.name], made.schedules[BACKWARD.name]
+        forward, backward = made.schedules["forward"], made.schedules["backward"]
         return Receipt(
             domains=known.domains,
             domains_reason=known.domains_reason,
             schedule_reason=made.schedule_reason,
             forward=forward,
             backward=backward,
-            forward_traffic=traffic(forward, made.wire),
-            backward_traffic=traffic(backward, made.wire),
+            forward_traffic=traffic(*forward, wire=made.wire),
+            backward_traffic=traffic(*backward, wire=made.wire),
             kernel_reason=made.selection.reason,
         )
 
@@ -185,33 +190,85 @@ class AttentionRuntime:
     def _make_plan(
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Plan:
-        config = self.config
-        problem = Problem(make_sharding(layout, dist.get_world_size(group)), known.domains, workload.causal)
+        config, rank = self.config, dist.get_rank(group)
+        schedules, reason = plan_schedules(config, known.domains, workload, layout)
+        problem = schedules["forward"][0].problem
         wire = make_wire_format(
             workload, problem, out_return=config.return_dtype, grad_return=config.grad_return_dtype
         )
-        name, reason = _schedule_for(config.schedule, known.domains)
-        decisions = plan(name, problem)
-        schedules = {
-            pass_.name: make_schedule(decisions, pass_, depth=config.prefetch_depth, fuse=config.fuse)
-            for pass_ in (FORWARD, BACKWARD)
-        }
         selection = select_kernel(
             config.kernel, device.type, getattr(torch, workload.dtype), workload.head_dim, workload.head_dim_v
         )
-        digest = hashlib.sha256(repr((*(s.digest for s in schedules.values()), wire)).encode()).hexdigest()
-        require_agreement(group, digest, f"{schedule_header(schedules['forward'])}, {workload}")
-        pool = known.pools.setdefault(device, BufferPool(device))
-        rank = dist.get_rank(group)
+        phases = [*schedules["forward"], *schedules["backward"]]
+        digest = hashlib.sha256(repr((*(phase.digest for phase in phases), wire)).encode()).hexdigest()
+        require_agreement(group, digest, f"{schedule_header(phases[0])}, {workload}")
         call = AttentionCall(
-            _rank_plan(schedules[FORWARD.name], FORWARD, wire, rank),
-            _rank_plan(schedules[BACKWARD.name], BACKWARD, wire, rank),
-            selection.kernel,
-            known.transport,
-            pool,
+            rank=rank,
+            forward_plans=tuple(rank_plan(phase, rank) for phase in schedules["forward"]),
+            backward_plans=tuple(rank_plan(phase, rank) for phase in schedules["backward"]),
+            wire=wire,
+            kernel=selection.kernel,
+            transport=known.transport,
+            pool=known.pools.setdefault(device, BufferPool(device)),
             softmax_scale=1.0,  # each call has its own
         )
         return _Plan(schedules, wire, call, selection, reason)
+
+
+Schedules = dict[str, tuple[Schedule, ...]]
+"""The phases of "forward" and of "backward"."""
+
+
+def plan_schedules(
+    config: CharmConfig, domains: Domains, workload: Workload, layout: str
+) -> tuple[Schedules, str]:
+    """What `config.schedule` names, for these ranks and sizes: a planner, or a file that `plan --json` wrote.
+
+    Gives the schedules and why these. Raises `PlanError` for what the planner or the file does not fit, and
+    `ScheduleFault` for a file whose schedule is wrong.
+    """
+    sharding = make_sharding(layout, domains.cp_size, workload.seq_len, workload.mask.documents)
+    if config.schedule.endswith(".json"):
+        return _written(Path(config.schedule), Problem(sharding, domains, workload.mask)), "as written"
+    name, reason = _schedule_for(config.schedule, domains)
+    problem = cut_problem(
+        name,
+        sharding,
+        domains,
+        workload.mask,
+        num_heads=workload.num_heads,
+        num_kv_heads=workload.num_kv_heads,
+    )
+    method = plan(name, problem)
+    return {
+        way: make_schedules(method, way, depth=config.prefetch_depth, fuse=config.fuse)
+        for way in ("forward", "backward")
+    }, reason
+
+
+def _written(path: Path, problem: Problem) -> Schedules:
+    loaded = load_schedule(path)
+    theirs = loaded.problem
+    wanted = (problem.sharding.tokens_by_rank, problem.domains, problem.mask)
+    if (theirs.sharding.tokens_by_rank, theirs.domains, theirs.mask) != wanted:
+        raise PlanError(
+            f"schedule {path} is for {_problem_text(theirs)}, but this group has {_problem_text(problem)}"
+        )
+    schedules = {way: loaded.direction(way) for way in ("forward", "backward")}
+    for way, phases in schedules.items():
+        if not phases:
+            raise PlanError(f"schedule {path} has no {way} pass; write both with plan --json")
+        for phase in phases:
+            check_schedule(phase)
+    return schedules
+
+
+def _problem_text(problem: Problem) -> str:
+    sharding = problem.sharding
+    return (
+        f"{problem.cp_size} ranks in domains [{problem.domains}], {sharding.seq_len} tokens in {sharding.layout} "
+        f"layout, mask {problem.mask}"
+    )
 
 
 def _schedule_for(name: str, domains: Domains) -> tuple[str, str]:
@@ -221,13 +278,7 @@ def _schedule_for(name: str, domains: Domains) -> tuple[str, str]:
     return name, "as set"
 
 
-def _rank_plan(schedule: Schedule, pass_: Pass, wire: WireFormat, rank: int) -> RankPlan:
-    program = schedule.program(rank)
-    labels = tuple(str(action) for action in program)
-    return RankPlan(pass_, program, labels, wire, schedule.problem.sharding.chunks_of(rank))
-
-
-def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, causal: bool) -> Workload:
+def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Workload:
     """The whole group's workload, from one rank's shard. Raises `WorkloadError` for shapes that do not fit."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -241,7 +292,7 @@ def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, causal: bool) -> Wo
         )
     tokens, batch, heads, head_dim = q.shape
     dtype = str(q.dtype).removeprefix("torch.")
-    return Workload(batch, tokens * cp_size, heads, k.shape[2], head_dim, v.shape[3], dtype, causal)
+    return Workload(batch, tokens * cp_size, heads, k.shape[2], head_dim, v.shape[3], dtype, mask)
 
 
 def _span(num_bytes: list[int]) -> str:

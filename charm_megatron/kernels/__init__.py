@@ -4,7 +4,7 @@ One signature (`BlockKernel`), one file a backend, one selector that gives its r
 """
 
 from charm_megatron.kernels.base import BlockKernel, accumulate_dtype
-from charm_megatron.kernels.reference import ReferenceKernel
+from charm_megatron.kernels.reference import ReferenceKernel, masked_logits
 from charm_megatron.kernels.select import KERNEL_NAMES, Selection, select_kernel
 from charm_megatron.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 
@@ -16,5 +16,6 @@ __all__ = [
     "TorchCpuKernel",
     "TorchCudaKernel",
     "accumulate_dtype",
+    "masked_logits",
     "select_kernel",
 ]

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from charm_megatron.workload import Band
+
 
 class BlockKernel(Protocol):
     """Attention over one block, forward and backward, with no state and no autograd of its own.
@@ -30,9 +32,10 @@ class BlockKernel(Protocol):
     interleaved token by token. Results may be such views too, in whatever order the backend writes.
 
     `causal` masks what lies above the diagonal and needs `s_q == s_k`: backends align the diagonal of
-    an oblong block differently, and an aligned schedule has none. So no row is ever empty, and `lse` is
-    always finite (FlashAttention 2 would give +inf for an empty row, not the -inf of the mathematics;
-    a backend that admits empty rows must undo that before a merge).
+    an oblong block differently, and an aligned schedule has none. `band` instead keeps the elements (a, b)
+    with lo <= a - b <= hi of a block of any shape, in which every row and every column has some: callers
+    trim it (`Band.trimmed`). So no row is ever empty, and `lse` is always finite (FlashAttention 2 would
+    give +inf for an empty row, not the -inf of the mathematics).
     """
 
     name: str
@@ -42,7 +45,14 @@ class BlockKernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gives `out` and `lse`, the natural logarithm of the sum of exp(softmax_scale * q.k)."""
         ...
@@ -58,6 +68,7 @@ class BlockKernel(Protocol):
         *,
         causal: bool,
         softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gives dq, dk and dv, the last two summed over the query heads that share a KV head.
 
@@ -71,7 +82,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, band: Band | None = None) -> None:
     """Asserts what `BlockKernel` asks of its inputs; every backend calls it first."""
     assert q.dim() == k.dim() == v.dim() == 4, (q.shape, k.shape, v.shape)
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
@@ -80,8 +91,19 @@ def check_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     assert q.shape[2] % k.shape[2] == 0, f"{q.shape[2]} query heads over {k.shape[2]} KV heads"
     assert min(q.shape[0], k.shape[0]) > 0, "an empty block"
     assert not causal or q.shape[0] == k.shape[0], f"causal block of {q.shape[0]} x {k.shape[0]} rows"
+    if band is not None:
+        assert not causal, "a block is causal or a band, not both"
+        whole = (slice(0, q.shape[0]), slice(0, k.shape[0]))
+        assert band.trimmed(q.shape[0], k.shape[0])[:2] == whole, f"band {band} leaves empty rows or columns"
     for tensor in (q, k, v):
         assert tensor.stride(3) == 1 or tensor.shape[3] == 1, f"last dimension strided: {tensor.stride()}"
+
+
+def hidden_elements(num_rows: int, num_columns: int, band: Band, device: torch.device) -> Tensor:
+    """Which elements of a block `band` masks, bool [num_rows, num_columns]."""
+    rows = torch.arange(num_rows, device=device).unsqueeze(1)
+    distance = rows - torch.arange(num_columns, device=device)
+    return (distance < band.lo) | (distance > band.hi)
 
 
 def check_rows(q: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> None:

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from charm_megatron.kernels.base import accumulate_dtype, check_block, check_rows
+from charm_megatron.kernels.base import accumulate_dtype, check_block, check_rows, hidden_elements
+from charm_megatron.workload import Band
 
 
 class ReferenceKernel:
@@ -21,10 +22,17 @@ class ReferenceKernel:
         return accumulate_dtype(dtype)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_block(q, k, v, causal)
-        logits = _logits(q, k, causal, softmax_scale)
+        check_block(q, k, v, causal, band)
+        logits = masked_logits(q, k, causal, softmax_scale, band)
         lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [b, h_k, g, s_q, 1]
         probabilities = torch.exp(logits - lse)
         out = torch.einsum("bkgqs,sbkd->qbkgd", probabilities, v.to(logits.dtype))
@@ -42,11 +50,13 @@ class ReferenceKernel:
         *,
         causal: bool,
         softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_block(q, k, v, causal)
+        check_block(q, k, v, causal, band)
         check_rows(q, v, dout, lse, delta)
         num_kv_heads = k.shape[2]
-        probabilities = torch.exp(_logits(q, k, causal, softmax_scale) - _per_logit_row(lse, num_kv_heads))
+        logits = masked_logits(q, k, causal, softmax_scale, band)
+        probabilities = torch.exp(logits - _per_logit_row(lse, num_kv_heads))
         grouped_dout = _grouped(dout, num_kv_heads)
         dv = torch.einsum("bkgqs,qbkgd->sbkd", probabilities, grouped_dout)
         dprobabilities = torch.einsum("qbkgd,sbkd->bkgqs", grouped_dout, v.to(grouped_dout.dtype))
@@ -68,11 +78,14 @@ def _per_logit_row(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.reshape(s_q, b, num_kv_heads, -1).permute(1, 2, 3, 0).unsqueeze(-1)
 
 
-def _logits(q: Tensor, k: Tensor, causal: bool, softmax_scale: float) -> Tensor:
-    """Scaled logits [b, h_k, g, s_q, s_k], float32 or float64; -inf above the diagonal if `causal`."""
+def masked_logits(
+    q: Tensor, k: Tensor, causal: bool, softmax_scale: float, band: Band | None = None
+) -> Tensor:
+    """Scaled logits [b, h_k, g, s_q, s_k], float32 or float64; -inf above the diagonal or outside the band."""
     queries = _grouped(q, k.shape[2])
     logits = torch.einsum("qbkgd,sbkd->bkgqs", queries, k.to(queries.dtype)) * softmax_scale
-    if not causal:
+    if causal:
+        band = Band(0, q.shape[0] - 1)
+    if band is None:
         return logits
-    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return logits.masked_fill(hidden, -math.inf)
+    return logits.masked_fill(hidden_elements(q.shape[0], k.shape[0], band, q.device), -math.inf)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from charm_megatron.kernels.base import check_block, check_rows
+from charm_megatron.kernels.base import check_block, check_rows, hidden_elements
+from charm_megatron.workload import Band
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -44,14 +45,25 @@ class TorchCpuKernel:
         return dtype
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_block(q, k, v, causal)
+        check_block(q, k, v, causal, band)
         width = max(q.shape[3], v.shape[3])
         out: Tensor
         lse: Tensor
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_before_rows(widened(x, width)) for x in (q, k, v)), 0.0, causal, scale=softmax_scale
+            *(_heads_before_rows(widened(x, width)) for x in (q, k, v)),
+            0.0,
+            causal,
+            attn_mask=_additive_mask(q, k, band),
+            scale=softmax_scale,
         )
         # [b, h, s, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
         return out.permute(2, 0, 1, 3)[..., : v.shape[3]], lse.permute(2, 0, 1)
@@ -67,8 +79,9 @@ class TorchCpuKernel:
         *,
         causal: bool,
         softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_block(q, k, v, causal)
+        check_block(q, k, v, causal, band)
         check_rows(q, v, dout, lse, delta)
         width = max(q.shape[3], v.shape[3])
         operands = (dout, q, k, v, stand_in_out(dout, delta))
@@ -77,6 +90,7 @@ class TorchCpuKernel:
             lse.permute(1, 2, 0),  # [s, b, h] -> [b, h, s]
             0.0,
             causal,
+            attn_mask=_additive_mask(q, k, band),
             scale=softmax_scale,
         )
         dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)  # [b, h, s, d] -> [s, b, h, d]
@@ -99,9 +113,16 @@ class TorchCudaKernel:
         return dtype
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_block(q, k, v, causal)
+        check_block(q, k, v, causal, band)
         width = cuda_width(q.shape[3], v.shape[3])
         out: Tensor
         lse: Tensor
@@ -115,6 +136,7 @@ class TorchCudaKernel:
             causal,
             False,  # return_debug_mask
             scale=softmax_scale,
+            **_window(q, k, band),
         )
         # [b, s, h, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
         return out.transpose(0, 1)[..., : v.shape[3]], lse.permute(2, 0, 1)
@@ -130,8 +152,9 @@ class TorchCudaKernel:
         *,
         causal: bool,
         softmax_scale: float,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_block(q, k, v, causal)
+        check_block(q, k, v, causal, band)
         check_rows(q, v, dout, lse, delta)
         width = cuda_width(q.shape[3], v.shape[3])
         # The state of dropout's random numbers: must be a tensor, is not read without dropout.
@@ -150,9 +173,29 @@ class TorchCudaKernel:
             unread,
             unread,
             scale=softmax_scale,
+            **_window(q, k, band),
         )
         dq, dk, dv = (x.transpose(0, 1) for x in gradients)  # [b, s, h, d] -> [s, b, h, d]
         return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+
+
+def _additive_mask(q: Tensor, k: Tensor, band: Band | None) -> Tensor | None:
+    """The band as the CPU operator takes it: 0 or -inf for each element, [s_q, s_k] in the model's dtype."""
+    if band is None:
+        return None
+    hidden = hidden_elements(q.shape[0], k.shape[0], band, q.device)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf)
+
+
+def _window(q: Tensor, k: Tensor, band: Band | None) -> dict[str, int]:
+    """The band as FlashAttention takes it: reach to the left and right of a diagonal that ends in the last corner.
+
+    A negative reach would mean no bound; a trimmed band has none.
+    """
+    if band is None:
+        return {}
+    apart = k.shape[0] - q.shape[0]
+    return {"window_size_left": band.hi + apart, "window_size_right": -band.lo - apart}
 
 
 def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
 if TYPE_CHECKING:
     from charm_megatron.executor import AttentionRuntime
@@ -98,7 +99,7 @@ def core_attention_class(runtime: "AttentionRuntime") -> type[Any]:
                 key,
                 value,
                 group=self.cp_group,
-                causal=_is_causal(attn_mask_type or self.attn_mask_type),
+                mask=_mask(attn_mask_type or self.attn_mask_type),
                 softmax_scale=self.charm_softmax_scale,
             )
             return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
@@ -162,11 +163,11 @@ def _check_call(
         )
 
 
-def _is_causal(attn_mask_type: Any) -> bool:
+def _mask(attn_mask_type: Any) -> Mask:
     from megatron.core.transformer.enums import AttnMaskType
 
     if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
         raise InvalidInput(
             f"context parallelism does not support mask type {attn_mask_type.name!r}; 'causal' and 'no_mask' are"
         )
-    return bool(attn_mask_type == AttnMaskType.causal)
+    return CAUSAL if attn_mask_type == AttnMaskType.causal else NO_MASK

@@ -2,112 +2,188 @@
 
 Inside a domain of m ranks every step is a pair of perfect matchings: with its KV partner a rank swaps KV, with
 its Q partner it swaps Q and later returns the partial output. Across domains only Q travels: rank (d, i)
-sends its Q to its twin (d', i) of every other domain, where it joins the twin's own Q in the exchanges of
-that domain, against that domain's KV ("together", Figure 3 and Algorithm 2).
+sends its Q to its twin (d', i) of every other domain, where it meets that domain's KV. There are two readings:
+
+* together (`charm`; Figure 3 and Algorithm 2): visiting Qs join the twin's own Q in the exchanges of its domain.
+  All domains' Qs are alive at once.
+* per domain (`charm_per_domain`; Figure 5): the own Q first, then one more pass of the exchanges for each other
+  domain's Q. The next Q crosses under a pass, and outputs go home under the pass after theirs. What a rank holds does
+  not grow with the number of domains. KV is exchanged again in each pass, or kept (`charm_per_domain_kept`).
 
 Levels run from the largest to the smallest, as in Figure 3, so that Q partners come early and their outputs
 return under later steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from charm_megatron.errors import PlanError
+from charm_megatron.planner.common import Grid, by_homes, equal_domains
 from charm_megatron.planner.matchings import Matching, exchanges
-from charm_megatron.schedule.decisions import Decisions, IntArray, Problem, owner_by_homes, shard_routes
+from charm_megatron.schedule.decisions import (
+    Decisions,
+    IntArray,
+    Method,
+    Problem,
+    Routes,
+    one_phase,
+    owner_by_homes,
+    routes_of_shards,
+)
+from charm_megatron.schedule.passes import Side
 
-Row = tuple[int, Sequence[int], Sequence[int]]
+Steps = list[tuple[Matching, Matching | None]]
+"""The exchanges of one pass: KV partners and Q partners by index inside the domain."""
 
 
-def rm_plus(problem: Problem) -> Decisions:
+def rm_plus(problem: Problem) -> Method:
     """RM+ over all ranks, wherever they are: CHARM+ of a single domain."""
-    return _charm("rm_plus", problem, (tuple(range(problem.cp_size)),))
+    return _together("rm_plus", problem, (tuple(range(problem.cp_size)),))
 
 
-def charm(problem: Problem) -> Decisions:
+def charm(problem: Problem) -> Method:
     """CHARM+ over the problem's domains.
 
     Of domains with one rank each nothing is inside that could hide what crosses; RM+ over the ranks, which
     crosses with log-depth waits only, takes its place. Raises `PlanError` for domains of different sizes.
     """
-    domains = problem.domains
-    if not domains.are_even:
-        sizes = ", ".join(str(len(ranks)) for ranks in domains.members)
-        raise PlanError(
-            f"charm needs domains of equal size, but they have {sizes} ranks; rm_plus takes any ranks, and "
-            f"the setting charm.domains can declare equal domains"
-        )
-    if len(domains.members[0]) == 1:
-        return _charm("charm", problem, (tuple(range(problem.cp_size)),))
-    return _charm("charm", problem, domains.members)
+    return _together("charm", problem, _grid("charm", problem))
 
 
-def _charm(name: str, problem: Problem, grid: tuple[tuple[int, ...], ...]) -> Decisions:
+def charm_per_domain(problem: Problem) -> Method:
+    """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm`."""
+    return _per_domain("charm_per_domain", problem, keep_kv=False)
+
+
+def charm_per_domain_kept(problem: Problem) -> Method:
+    """CHARM+ one visiting Q at a time, KV of the own domain kept. Grids and refusals are those of `charm`."""
+    return _per_domain("charm_per_domain_kept", problem, keep_kv=True)
+
+
+def _grid(name: str, problem: Problem) -> Grid:
     """`grid[d][i]` is the rank with index i in domain d."""
+    grid = equal_domains(name, problem.domains, "rm_plus")
+    return grid if len(grid[0]) > 1 else (tuple(range(problem.cp_size)),)
+
+
+def _together(name: str, problem: Problem, grid: Grid) -> Method:
     steps = exchanges(len(grid[0]))[::-1]
-    owner = owner_by_homes(problem, _owners(grid, steps))
+    last_arrival = len(grid) - 1  # the visiting Qs arrive under the own blocks and each other's
+    starts = [last_arrival] * len(grid)
     routes = (
-        *shard_routes(problem, "q", _crossings(grid)),
-        *shard_routes(problem, "kv", _kv_exchanges(grid, steps)),
-        *shard_routes(problem, "q", _q_exchanges(grid, steps)),
+        *_routes(problem, "q", _crossings(grid, range(last_arrival))),
+        *_routes(problem, "kv", _kv_exchanges(grid, steps, last_arrival)),
+        *_routes(problem, "q", _q_exchanges(grid, steps, starts)),
     )
-    return Decisions(name, problem, owner, routes)
+    return one_phase(Decisions(name, problem, owner_by_homes(problem, _owners(grid, steps)), routes))
 
 
-def _owners(grid: tuple[tuple[int, ...], ...], steps: list[tuple[Matching, Matching | None]]) -> IntArray:
+def _per_domain(name: str, problem: Problem, *, keep_kv: bool) -> Method:
+    """Pass s, of the Qs from s domains away, begins at step and tick starts[s]; the next Qs cross from there on."""
+    grid = _grid(name, problem)
+    steps = exchanges(len(grid[0]))[::-1]
+    starts = range(0, (len(steps) + 1) * len(grid), len(steps) + 1)
+    routes = _routes(problem, "q", _crossings(grid, starts))
+    for copy, start in enumerate(starts[:1] if keep_kv else starts):
+        routes += _routes(problem, "kv", _kv_exchanges(grid, steps, start), copy=copy)
+    routes += _routes(problem, "q", _q_exchanges(grid, steps, starts))
+    passes, places = _passes(grid, steps)
+    return one_phase(
+        Decisions(
+            name,
+            problem,
+            owner_by_homes(problem, _owners(grid, steps)),
+            routes,
+            num_kv_copies=1 if keep_kv else len(grid),
+            kv_copy=None if keep_kv else by_homes(problem, passes),
+            not_before=by_homes(problem, np.asarray(starts)[passes] + places),
+        )
+    )
+
+
+def _owners(grid: Grid, steps: Steps) -> IntArray:
     """Who computes Q of one rank against KV of another, [q rank, KV rank].
 
     Q visits its twin in KV's domain; there it goes on to KV's rank if the two indices swap Q, else KV comes to it.
     """
-    size, cp_size = len(grid[0]), len(grid) * len(grid[0])
+    ranks = _hosts(grid, 0)
+    num_domains, size = ranks.shape
     swaps_q = np.zeros((size, size), dtype=np.bool_)
     for _, q_partners in steps:
         for i, j in enumerate(q_partners or ()):
             if j is not None:
                 swaps_q[i, j] = True
-    owner = np.zeros((cp_size, cp_size), dtype=np.int64)
-    for kv_domain in grid:
-        for q_domain in grid:
-            for i, q_rank in enumerate(q_domain):
-                twin = kv_domain[i]
-                owner[q_rank, kv_domain] = np.where(swaps_q[i], kv_domain, twin)
-    return owner
+    domain, index = np.empty((2, ranks.size), dtype=np.int64)
+    domain[ranks] = np.arange(num_domains)[:, None]
+    index[ranks] = np.arange(size)
+    twin = ranks[domain[None, :], index[:, None]]
+    return np.where(swaps_q[index[:, None], index], np.arange(ranks.size), twin)
 
 
-def _hosts(grid: tuple[tuple[int, ...], ...], d: int, i: int) -> list[int]:
-    """Where Q of rank (d, i) is: at home, then at its twins in domains d + 1, d + 2, .."""
-    return [grid[(d + s) % len(grid)][i] for s in range(len(grid))]
+def _passes(grid: Grid, steps: Steps) -> tuple[IntArray, IntArray]:
+    """Which pass a block belongs to, and its place there: 0 without a partner, k + 1 after exchange k.
 
-
-def _crossings(grid: tuple[tuple[int, ...], ...]) -> Iterator[Row]:
-    """Each Q to its twins; step s - 1 goes s domains on."""
-    for d, ranks in enumerate(grid):
-        for i, rank in enumerate(ranks):
-            for s, host in enumerate(_hosts(grid, d, i)[1:], start=1):
-                yield rank, (rank, host), (s - 1,)
-
-
-def _kv_exchanges(
-    grid: tuple[tuple[int, ...], ...], steps: list[tuple[Matching, Matching | None]]
-) -> Iterator[Row]:
-    first = len(grid) - 1  # the visiting Qs arrive under the own blocks and each other's
-    for ranks in grid:
-        for t, (partners, _) in enumerate(steps, start=first):
-            for i, j in enumerate(partners):
+    Both are [q rank, KV rank].
+    """
+    place = np.zeros((len(grid[0]),) * 2, dtype=np.int64)
+    for k, matchings in enumerate(steps, start=1):
+        for partners in matchings:
+            for i, j in enumerate(partners or ()):
                 if j is not None:
-                    yield ranks[i], (ranks[i], ranks[j]), (t,)
+                    place[i, j] = k
+    passes, places = np.zeros((2, len(grid) * len(grid[0]), len(grid) * len(grid[0])), dtype=np.int64)
+    for d, q_domain in enumerate(grid):
+        for e, kv_domain in enumerate(grid):
+            block = np.ix_(q_domain, kv_domain)
+            passes[block], places[block] = (e - d) % len(grid), place
+    return passes, places
 
 
-def _q_exchanges(
-    grid: tuple[tuple[int, ...], ...], steps: list[tuple[Matching, Matching | None]]
-) -> Iterator[Row]:
-    """The own Q and all visiting ones to the Q partner of the step."""
-    first = len(grid) - 1
-    for d, ranks in enumerate(grid):
-        for i, rank in enumerate(ranks):
-            for s, host in enumerate(_hosts(grid, d, i)):
-                for t, (_, partners) in enumerate(steps, start=first):
-                    j = partners[i] if partners else None
-                    if j is not None:
-                        yield rank, (host, grid[(d + s) % len(grid)][j]), (t,)
+def _hosts(grid: Grid, s: int) -> IntArray:
+    """Where the Q of each rank is when it visits the domain s further on, [domain, index]; s = 0: at home."""
+    return np.roll(np.asarray(grid, dtype=np.int64), -s, axis=0)
+
+
+Columns = tuple[IntArray, IntArray, IntArray]
+"""Home ranks [R], one-hop paths [R, 2] and steps [R, 1] of routes."""
+
+
+def _crossings(grid: Grid, crossing_steps: Sequence[int]) -> Iterator[Columns]:
+    """Each Q to its twins; to the one s domains on in the step crossing_steps[s - 1]."""
+    for s, step in zip(range(1, len(grid)), crossing_steps, strict=False):
+        yield _one_hop(_hosts(grid, 0), _hosts(grid, 0), _hosts(grid, s), step)
+
+
+def _kv_exchanges(grid: Grid, steps: Steps, start: int) -> Iterator[Columns]:
+    """KV to the KV partner of each step."""
+    for step, (partners, _) in enumerate(steps, start):
+        yield _swap(_hosts(grid, 0), _hosts(grid, 0), partners, step)
+
+
+def _q_exchanges(grid: Grid, steps: Steps, starts: Sequence[int]) -> Iterator[Columns]:
+    """Q to the Q partner of each step, wherever it is; s domains on the steps begin at starts[s]."""
+    for s, start in enumerate(starts):
+        for step, (_, partners) in enumerate(steps, start):
+            if partners is not None:
+                yield _swap(_hosts(grid, 0), _hosts(grid, s), partners, step)
+
+
+def _swap(home: IntArray, at: IntArray, partners: Matching, step: int) -> Columns:
+    """What is `at` ranks [domain, index] goes to the ranks with the partners' indices in the same domains."""
+    swapping = [i for i, j in enumerate(partners) if j is not None]
+    to = [j for j in partners if j is not None]
+    return _one_hop(home[:, swapping], at[:, swapping], at[:, to], step)
+
+
+def _one_hop(home: IntArray, src: IntArray, dst: IntArray, step: int) -> Columns:
+    path = np.stack([src.ravel(), dst.ravel()], axis=1)
+    return home.ravel(), path, np.full((path.shape[0], 1), step, dtype=np.int64)
+
+
+def _routes(problem: Problem, side: Side, columns: Iterable[Columns], *, copy: int = 0) -> tuple[Routes, ...]:
+    """All columns as one `Routes`, or none where there are none."""
+    listed = list(columns)
+    if not listed:
+        return ()
+    home, path, steps = (np.concatenate(column) for column in zip(*listed, strict=True))
+    return (routes_of_shards(problem, side, home, path, steps, copy=copy),)

@@ -8,18 +8,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from charm_megatron.workload import Band
+
 
 class Name(NamedTuple):
-    """A tensor of the schedule: one piece of one cargo. `src` >= 0: a partial result received from that rank."""
+    """A tensor of the schedule: one piece of one cargo.
+
+    `src` >= 0: a partial result received from that rank. `copy` > 0: a piece that comes once more, see `Decisions`.
+    """
 
     cargo: str
     chunk: int
     head: int = 0
     src: int = -1
+    copy: int = 0
 
     def __str__(self) -> str:
         head = f".{self.head}" if self.head else ""
-        return f"{self.cargo}{self.chunk}{head}" + (f"<{self.src}" if self.src >= 0 else "")
+        copy = f"~{self.copy}" if self.copy else ""
+        return f"{self.cargo}{self.chunk}{head}{copy}" + (f"<{self.src}" if self.src >= 0 else "")
+
+    @property
+    def own(self) -> "Name":
+        """The rank's own result, to which this received partial result belongs."""
+        return Name(self.cargo, self.chunk, self.head, -1, self.copy)
 
 
 class Key(NamedTuple):
@@ -70,15 +82,18 @@ class Wait:
 class Attend:
     """Computes the blocks of a rectangle and adds to the result of each operand that brings one home.
 
-    `causal` means that q and kv are the same chunks, of which only the lower triangle counts.
+    `causal` means that q and kv are the same chunks, of which only the lower triangle counts. A `band` means one
+    block, of which only that band of rows and columns counts.
     """
 
     q: tuple[Name, ...]
     kv: tuple[Name, ...]
     causal: bool = False
+    band: Band | None = None
 
     def __str__(self) -> str:
-        return f"attend {_words(self.q)} {_words(self.kv)}" + (" causal" if self.causal else "")
+        mask = " causal" if self.causal else f" band {self.band}" if self.band else ""
+        return f"attend {_words(self.q)} {_words(self.kv)}{mask}"
 
 
 @dataclass(frozen=True)

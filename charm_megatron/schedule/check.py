@@ -11,6 +11,7 @@ receives agree; nothing is left behind. Not proved: that transfers overlap with 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.schedule.actions import (
@@ -68,13 +69,13 @@ class _Rank:
     own: frozenset[Name]  # the operands of its shard
     home: frozenset[Name]  # these, and the results of its shard
     position: int = 0
-    last_key: Key | None = None
     queue: list[_Flight] = field(default_factory=list)
     flights: dict[Key, _Flight] = field(default_factory=dict)
     in_flight: defaultdict[Name, int] = field(default_factory=lambda: defaultdict(int))
     landing: set[Name] = field(default_factory=set)
     left: set[Name] = field(default_factory=set)
     spent: set[Name] = field(default_factory=set)
+    num_foreign: int = 0
     peak_pieces: int = 0
 
 
@@ -129,7 +130,7 @@ class _Machine:
         peak = max(state.peak_pieces for state in self.ranks)
         return CheckReport(self.num_messages, dict(self.num_pieces_sent), peak)
 
-    def _fault(self, rank: int, why: str) -> None:
+    def _fault(self, rank: int, why: str) -> NoReturn:
         state = self.ranks[rank]
         at = state.position
         action = str(state.program[at]) if at < len(state.program) else "end of program"
@@ -137,10 +138,6 @@ class _Machine:
             f"{self.name} {self.pass_.name}, rank {rank}, action {at} ({action}): {why}\n"
             f"{excerpt(state.program, at)}"
         )
-
-    def _need(self, holds: bool, rank: int, why: str) -> None:
-        if not holds:
-            self._fault(rank, why)
 
     # ------------------------------------------------------------------ one rank's actions
 
@@ -153,7 +150,8 @@ class _Machine:
         if isinstance(action, Wait) and not self._may_pass(rank, action.key):
             return False
         for name in reads(action):
-            self._need(name in state.held, rank, f"{name} is not here yet")
+            if self._resident(rank, name) not in state.held:
+                self._fault(rank, f"{name} is not here yet")
         match action:
             case Post():
                 self._post(rank, action)
@@ -166,35 +164,39 @@ class _Machine:
             case Free(name):
                 self._free(rank, name)
         state.position += 1
-        foreign = len(state.held.keys() - state.home) + len(state.landing)
-        state.peak_pieces = max(state.peak_pieces, foreign)
         return True
 
     def _post(self, rank: int, post: Post) -> None:
         state = self.ranks[rank]
-        self._need(state.last_key is None or state.last_key < post.key, rank, "posts out of the global order")
-        state.last_key = post.key
+        if post.key in state.flights:
+            self._fault(rank, "posts what is still under way")
         for message in (*post.sends, *post.recvs):
             self._check_message(rank, message)
         for name in reads(post):
             state.in_flight[name] += 1
+        num_landing = len(state.landing)
         for name in received(post):
-            self._need(name not in state.held and name not in state.landing, rank, f"{name} arrives twice")
+            if name in state.held or name in state.landing:
+                self._fault(rank, f"{name} arrives twice")
             state.landing.add(name)
-        values = {name: state.held[name] for name in reads(post)}
+        self._count_foreign(state, len(state.landing) - num_landing)
+        values = {name: state.held[self._resident(rank, name)] for name in reads(post)}
         flight = _Flight(post, values, list(post.sends), list(post.recvs))
         state.queue.append(flight)
         state.flights[post.key] = flight
 
     def _check_message(self, rank: int, message: Message) -> None:
         peer, names = message
-        self._need(0 <= peer < len(self.ranks) and peer != rank, rank, f"there is no peer {peer}")
-        self._need(len({name.cargo for name in names}) == 1, rank, "a message mixes cargos")
+        if peer == rank or not 0 <= peer < len(self.ranks):
+            self._fault(rank, f"there is no peer {peer}")
+        if len({name.cargo for name in names}) != 1:
+            self._fault(rank, "a message mixes cargos")
 
     def _may_pass(self, rank: int, key: Key) -> bool:
         flight = self.ranks[rank].flights.get(key)
-        self._need(flight is not None, rank, "waits for what is not in flight")
-        return flight is not None and flight.is_done
+        if flight is None:
+            self._fault(rank, "waits for what is not in flight")
+        return flight.is_done
 
     def _wait(self, rank: int, key: Key) -> None:
         state = self.ranks[rank]
@@ -206,55 +208,94 @@ class _Machine:
             state.in_flight[name] -= 1
 
     def _attend(self, rank: int, action: Attend) -> None:
+        chunks = [name.chunk for name in action.q]
+        if action.causal:
+            same = chunks == [name.chunk for name in action.kv] == sorted(set(chunks))
+            if not same:
+                self._fault(rank, "a causal rectangle needs the same ascending chunks on both sides")
         for q in action.q:
             for kv in action.kv:
                 if action.causal and kv.chunk > q.chunk:
-                    continue
+                    continue  # above the diagonal
                 self._block(rank, action, q, kv)
 
     def _block(self, rank: int, action: Attend, q: Name, kv: Name) -> None:
         problem = self.problem
         block = (q.chunk, kv.chunk, q.head)
-        label = f"block ({q}, {kv})"
-        right_cargo = (q.cargo, kv.cargo) == (self.pass_.q_down.name, self.pass_.kv_down.name)
-        self._need(right_cargo, rank, f"{label} has the wrong cargo for this pass")
-        right_head = kv.head == q.head * problem.kv_head_groups // problem.q_head_groups
-        self._need(right_head, rank, f"{label} joins head groups that do not belong together")
-        self._need(bool(problem.unmasked[q.chunk, kv.chunk]), rank, f"{label} is masked")
-        cut = problem.is_diagonal(q.chunk, kv.chunk)
-        self._need(cut == (action.causal and q.chunk == kv.chunk), rank, f"{label} has the wrong mask")
-        self._need(block not in self.done, rank, f"{label} is computed twice")
+        if (q.cargo, kv.cargo) != (self.pass_.q_down.name, self.pass_.kv_down.name):
+            self._fault(rank, f"block ({q}, {kv}) has the wrong cargo for this pass")
+        if kv.head != q.head * problem.kv_head_groups // problem.q_head_groups:
+            self._fault(rank, f"block ({q}, {kv}) joins head groups that do not belong together")
+        if not problem.unmasked[q.chunk, kv.chunk]:
+            self._fault(rank, f"block ({q}, {kv}) is masked")
+        if not self._has_right_mask(action, q, kv):
+            self._fault(rank, f"block ({q}, {kv}) has the wrong mask")
+        if block in self.done:
+            self._fault(rank, f"block ({q}, {kv}) is computed twice")
         self.done.add(block)
         if self.pass_.q_up:
             self._add(rank, Name(self.pass_.q_up.name, q.chunk, q.head), 1 << kv.chunk)
         if self.pass_.kv_up:
             bit = q.chunk * problem.q_head_groups + q.head
-            self._add(rank, Name(self.pass_.kv_up.name, kv.chunk, kv.head), 1 << bit)
+            self._add(rank, kv._replace(cargo=self.pass_.kv_up.name), 1 << bit)
+
+    def _has_right_mask(self, action: Attend, q: Name, kv: Name) -> bool:
+        problem = self.problem
+        band, shape = problem.band(q.chunk, kv.chunk), problem.block_shape(q.chunk, kv.chunk)
+        if action.band is not None:
+            return band == action.band and not band.is_full(*shape)
+        if action.causal and q.chunk == kv.chunk:
+            return band.is_causal(*shape)
+        return band.is_full(*shape)
+
+    def _resident(self, rank: int, name: Name) -> Name:
+        """The name under which a rank holds a piece: at home all copies are one."""
+        if name.copy and name.src < 0 and self.problem.sharding.home[name.chunk] == rank:
+            return name._replace(copy=0)
+        return name
 
     def _add(self, rank: int, name: Name, blocks: int) -> None:
         state = self.ranks[rank]
-        self._need(name not in state.left, rank, f"adds to {name} after it was sent")
+        name = self._resident(rank, name)
+        if name in state.left:
+            self._fault(rank, f"adds to {name} after it was sent")
         have = state.held.get(name) or 0
-        self._need(not have & blocks, rank, f"{name} would count blocks twice")
+        if name not in state.held and name not in state.home:
+            self._count_foreign(state, 1)
+        if have & blocks:
+            self._fault(rank, f"{name} would count blocks twice")
         state.held[name] = have | blocks
 
     def _accumulate(self, rank: int, name: Name) -> None:
         state = self.ranks[rank]
         value = state.held[name]
-        self._need(name.src >= 0 and value is not None, rank, f"{name} is not a received partial result")
-        self._need(name not in state.spent, rank, f"{name} is accumulated twice")
+        if name.src < 0 or value is None:
+            self._fault(rank, f"{name} is not a received partial result")
+        if name in state.spent:
+            self._fault(rank, f"{name} is accumulated twice")
         state.spent.add(name)
-        self._add(rank, name._replace(src=-1), value or 0)
+        self._add(rank, name.own, value)
 
     def _free(self, rank: int, name: Name) -> None:
         state = self.ranks[rank]
-        self._need(name in state.held, rank, f"{name} is not here")
-        self._need(name not in state.own, rank, f"{name} is at home here")
-        self._need(not state.in_flight[name], rank, f"{name} is still being sent")
+        if name not in state.held:
+            self._fault(rank, f"{name} is not here")
+        if name in state.own:
+            self._fault(rank, f"{name} is at home here")
+        if state.in_flight[name]:
+            self._fault(rank, f"{name} is still being sent")
         if CARGOS[name.cargo].is_result:
             used = name in state.spent if name.src >= 0 else name in state.left
-            self._need(used, rank, f"result {name} would be lost")
+            if not used:
+                self._fault(rank, f"result {name} would be lost")
         del state.held[name]
+        self._count_foreign(state, -1)
+
+    @staticmethod
+    def _count_foreign(state: _Rank, more: int) -> None:
+        """Keeps count of the pieces that a rank holds or receives beside those of its own shard."""
+        state.num_foreign += more
+        state.peak_pieces = max(state.peak_pieces, state.num_foreign)
 
     # ------------------------------------------------------------------ transfers
 
@@ -280,17 +321,15 @@ class _Machine:
         return moved
 
     def _match(self, src: int, dst: int) -> bool:
-        """Moves the messages from `src` to `dst` that both have at the heads of their queues, in order."""
+        """Moves the messages from `src` to `dst` that both have at the heads of their queues, in their order."""
         out, into = self.ranks[src].queue[0], self.ranks[dst].queue[0]
-        if out.post.key != into.post.key:
-            return False
         moved = False
         sends = [message for message in out.sends if message.peer == dst]
         recvs = [message for message in into.recvs if message.peer == src]
         for send, recv in zip(sends, recvs, strict=False):
             landed = tuple(self._landed(name, src) for name in send.names)
-            agree = landed == recv.names
-            self._need(agree, src, f"sends {send} where rank {dst} expects {recv} in post {out.post.key}")
+            if landed != recv.names:
+                self._fault(src, f"sends {send} where rank {dst} expects {recv}")
             into.arrived.update(zip(landed, (out.values[name] for name in send.names), strict=True))
             out.sends.remove(send)
             into.recvs.remove(recv)
@@ -308,7 +347,8 @@ class _Machine:
             self.num_pieces_sent[name.cargo] += 1
             if CARGOS[name.cargo].is_result:
                 again = name in self.ranks[src].left
-                self._need(not again, src, f"sends {name} twice")
+                if again:
+                    self._fault(src, f"sends {name} twice")
                 self.ranks[src].left.add(name)
 
     # ------------------------------------------------------------------ the end
@@ -324,7 +364,8 @@ class _Machine:
     def _check_end(self) -> None:
         problem = self.problem
         for rank, state in enumerate(self.ranks):
-            self._need(not state.queue and not state.flights, rank, "ends with transfers not waited for")
+            if state.queue and not state.flights:
+                self._fault(rank, "ends with transfers not waited for")
         expected = int(problem.unmasked.sum()) * problem.q_head_groups
         if len(self.done) != expected:
             raise ScheduleFault(
@@ -334,9 +375,11 @@ class _Machine:
         for rank, state in enumerate(self.ranks):
             mine = {x: v for x, v in results.items() if problem.sharding.home[x.chunk] == rank}
             for name, blocks in mine.items():
-                self._need(state.held.get(name) == blocks, rank, f"result {name} is not complete")
+                if state.held.get(name) != blocks:
+                    self._fault(rank, f"result {name} is not complete")
             left = state.held.keys() - state.own - mine.keys()
-            self._need(not left, rank, f"{', '.join(sorted(map(str, left)))} is left behind")
+            if left:
+                self._fault(rank, f"{', '.join(sorted(map(str, left)))} is left behind")
 
     def _expected_results(self) -> dict[Name, int]:
         results: dict[Name, int] = defaultdict(int)

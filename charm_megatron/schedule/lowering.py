@@ -42,33 +42,40 @@ class Blocks:
     head: IntArray
     rank: IntArray
     tick: IntArray
+    kv_copy: IntArray
 
 
 def lower(decisions: Decisions, pass_: Pass) -> tuple[Hops, Blocks]:
     """The tables of one pass. Raises `ScheduleFault` when the routes contradict each other."""
     problem = decisions.problem
-    q, kv, head, rank = block_columns(decisions)
+    q, kv, head, rank, copy = block_columns(decisions)
+    kv_piece = (copy * problem.num_chunks + kv) * problem.kv_head_groups + problem.kv_head_of(head)
     at: dict[Side, IntArray] = {
         "q": _at(problem, q * problem.q_head_groups + head, rank),
-        "kv": _at(problem, kv * problem.kv_head_groups + problem.kv_head_of(head), rank),
+        "kv": _at(problem, kv_piece, rank),
     }
     routes = cut_routes(decisions, at)
-    arrive = arrivals(problem, routes)
+    arrive = arrivals(decisions, routes)
     tick = time_blocks(arrive, at)
+    if decisions.not_before is not None:
+        tick = np.maximum(tick, decisions.not_before[q, kv])
     hops = _operand_hops(routes, pass_)
     for side in SIDES:
         if pass_.up(side) is not None:
-            hops += return_hops(problem, routes, side, _last_tick(problem, side, at[side], tick), pass_)
-    return _sorted_hops(hops), Blocks(q, kv, head, rank, tick)
+            hops += return_hops(problem, routes, side, _last_tick(decisions, side, at[side], tick), pass_)
+    return _sorted_hops(hops), Blocks(q, kv, head, rank, tick, copy)
 
 
-def block_columns(decisions: Decisions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(q chunk, KV chunk, q head, owner) of every unmasked block, in that order."""
+def block_columns(decisions: Decisions) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+    """(q chunk, KV chunk, q head, owner, copy of KV) of every unmasked block, in that order."""
     problem = decisions.problem
     chunks_q, chunks_kv = np.nonzero(problem.unmasked)
     heads = problem.q_head_groups
     q, kv = np.repeat(chunks_q, heads), np.repeat(chunks_kv, heads)
-    return q, kv, np.tile(np.arange(heads), len(chunks_q)), decisions.owner[chunks_q, chunks_kv].ravel()
+    head, rank = np.tile(np.arange(heads), len(chunks_q)), decisions.owner[chunks_q, chunks_kv].ravel()
+    copy = np.zeros_like(q) if decisions.kv_copy is None else decisions.kv_copy[q, kv]
+    copy = np.where(problem.home[kv] == rank, 0, copy)  # at home all copies are one
+    return q, kv, head, rank, copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +96,21 @@ def _at(problem: Problem, piece: IntArray, rank: IntArray) -> IntArray:
     return piece * problem.cp_size + rank
 
 
-def _home_index(problem: Problem, side: Side) -> IntArray:
-    pieces = np.arange(problem.num_pieces(side))
-    return _at(problem, pieces, np.repeat(problem.home, problem.head_groups(side)))
+def _home_index(decisions: Decisions, side: Side) -> IntArray:
+    problem = decisions.problem
+    home = np.repeat(problem.home, problem.head_groups(side))
+    return _at(problem, np.arange(decisions.num_pieces(side)), np.tile(home, decisions.num_copies(side)))
+
+
+def _state(decisions: Decisions, side: Side, value: int) -> IntArray:
+    """One number for each (piece, rank)."""
+    return np.full(decisions.num_pieces(side) * decisions.problem.cp_size, value, dtype=np.int64)
 
 
 def cut_routes(decisions: Decisions, at: dict[Side, IntArray]) -> list[_Cut]:
     """Cuts each route after the last rank that reads its piece or from which a later route starts."""
     problem = decisions.problem
-    needed = {side: np.zeros(problem.num_pieces(side) * problem.cp_size, dtype=np.bool_) for side in SIDES}
+    needed = {side: _state(decisions, side, 0) > 0 for side in SIDES}
     for side in SIDES:
         needed[side][at[side]] = True
     out = []
@@ -111,11 +124,12 @@ def cut_routes(decisions: Decisions, at: dict[Side, IntArray]) -> list[_Cut]:
     return out[::-1]
 
 
-def arrivals(problem: Problem, cuts: list[_Cut]) -> dict[Side, IntArray]:
+def arrivals(decisions: Decisions, cuts: list[_Cut]) -> dict[Side, IntArray]:
     """The step in which each (piece, rank) arrives: -1 at home, `NEVER` where the piece does not go."""
-    arrive = {side: np.full(problem.num_pieces(side) * problem.cp_size, NEVER) for side in SIDES}
+    problem = decisions.problem
+    arrive = {side: _state(decisions, side, NEVER) for side in SIDES}
     for side in SIDES:
-        arrive[side][_home_index(problem, side)] = -1
+        arrive[side][_home_index(decisions, side)] = -1
     for cut in cuts:
         routes, live, state = cut.routes, cut.is_live, arrive[cut.routes.side]
         rows = cut.kept > 0
@@ -145,9 +159,9 @@ def time_blocks(arrive: dict[Side, IntArray], at: dict[Side, IntArray]) -> IntAr
     return last + 1
 
 
-def _last_tick(problem: Problem, side: Side, at: IntArray, tick: IntArray) -> IntArray:
+def _last_tick(decisions: Decisions, side: Side, at: IntArray, tick: IntArray) -> IntArray:
     """The last tick in which each (piece, rank) adds to its partial result; -1 where it never does."""
-    ready = np.full(problem.num_pieces(side) * problem.cp_size, -1, dtype=np.int64)
+    ready = _state(decisions, side, -1)
     np.maximum.at(ready, at, tick)
     return ready
 

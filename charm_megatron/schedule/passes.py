@@ -2,13 +2,18 @@
 
 The q side brings (out, lse) home in the forward pass; in the backward pass it carries
 (q, dout, lse, delta) and brings dq home, and the KV side brings (dk, dv) home. Nothing else
-distinguishes the two passes: lowering, checker and executor are the same code for both.
+distinguishes the two passes: lowering and checker are the same code for both.
+
+Ring self-attention (arXiv:2105.13120) has no online softmax and takes two rounds either way: keys for the logits,
+values for the outputs. Its q side holds the probabilities of whole rows, which never travel.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Side = Literal["q", "kv"]
+Direction = Literal["forward", "backward"]
 WidthName = Literal["head_dim", "head_dim_v"]
 DtypeRole = Literal["model", "out_return", "grad_return"]
 
@@ -36,14 +41,26 @@ Q_GRAD = Cargo("g", "q", False, ("q", "dout", "lse", "delta"), ("head_dim", "hea
 DQ = Cargo("dq", "q", True, ("dq",), ("head_dim",), "grad_return", 0)
 DKV = Cargo("dkv", "kv", True, ("dk", "dv"), ("head_dim", "head_dim_v"), "grad_return", 0)
 
-CARGOS = {cargo.name: cargo for cargo in (Q, KV, OUT, Q_GRAD, DQ, DKV)}
+K = Cargo("k", "kv", False, ("k",), ("head_dim",), "model", 0)
+V = Cargo("v", "kv", False, ("v",), ("head_dim_v",), "model", 0)
+DK = Cargo("dk", "kv", True, ("dk",), ("head_dim",), "grad_return", 0)
+DV = Cargo("dv", "kv", True, ("dv",), ("head_dim_v",), "grad_return", 0)
+P = Cargo("p", "q", False, ("probabilities",), (), "model", 0)
+DP = Cargo("dp", "q", False, ("probabilities", "dout"), (), "model", 0)
+DS = Cargo("ds", "q", False, ("dlogits", "q"), (), "model", 0)
+
+CARGOS = {cargo.name: cargo for cargo in (Q, KV, OUT, Q_GRAD, DQ, DKV, K, V, DK, DV, P, DP, DS)}
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The cargo that goes down each side's routes, and the result, if any, that comes back up."""
+    """The cargo that goes down each side's routes, and the result, if any, that comes back up.
+
+    `direction` says which half of the method it belongs to, `name` which of its passes it is.
+    """
 
     name: str
+    direction: Direction
     q_down: Cargo
     kv_down: Cargo
     q_up: Cargo | None
@@ -55,12 +72,19 @@ class Pass:
     def up(self, side: Side) -> Cargo | None:
         return self.q_up if side == "q" else self.kv_up
 
-    @property
+    @cached_property
     def cargos(self) -> tuple[Cargo, ...]:
         """All cargos in lane order: results first, since others wait for them (paper, Appendix A)."""
         cargos = (self.q_up, self.kv_up, self.q_down, self.kv_down)
         return tuple(cargo for cargo in cargos if cargo is not None)
 
 
-FORWARD = Pass("forward", q_down=Q, kv_down=KV, q_up=OUT, kv_up=None)
-BACKWARD = Pass("backward", q_down=Q_GRAD, kv_down=KV, q_up=DQ, kv_up=DKV)
+FORWARD = Pass("forward", "forward", q_down=Q, kv_down=KV, q_up=OUT, kv_up=None)
+BACKWARD = Pass("backward", "backward", q_down=Q_GRAD, kv_down=KV, q_up=DQ, kv_up=DKV)
+
+LOGITS = Pass("logits", "forward", q_down=Q, kv_down=K, q_up=None, kv_up=None)
+VALUES = Pass("values", "forward", q_down=P, kv_down=V, q_up=OUT, kv_up=None)
+VALUES_BACKWARD = Pass("values_backward", "backward", q_down=DP, kv_down=V, q_up=None, kv_up=DV)
+LOGITS_BACKWARD = Pass("logits_backward", "backward", q_down=DS, kv_down=K, q_up=DQ, kv_up=DK)
+
+PASSES = {p.name: p for p in (FORWARD, BACKWARD, LOGITS, VALUES, VALUES_BACKWARD, LOGITS_BACKWARD)}

@@ -11,7 +11,7 @@ one ordered queue, or one fused group a step.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from charm_megatron.schedule.actions import (
     Program,
     Wait,
 )
+from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.passes import CARGOS, Pass
+from charm_megatron.workload import Band
 
 if TYPE_CHECKING:
     from charm_megatron.schedule.schedule import Schedule
@@ -39,7 +41,7 @@ def rank_program(schedule: "Schedule", rank: int) -> Program:
     """All actions of one rank, in order."""
     posts = _posts(schedule, rank)
     body = _interleave(posts, _post_ticks(posts, schedule.depth), _attends(schedule, rank))
-    return tuple(add_frees(add_waits(body, schedule.depth, schedule.pass_), schedule, rank))
+    return tuple(add_frees(add_waits(body, schedule, rank), schedule, rank))
 
 
 def _posts(schedule: "Schedule", rank: int) -> list[Post]:
@@ -52,10 +54,11 @@ def _posts(schedule: "Schedule", rank: int) -> list[Post]:
     ):
         kind, crosses = schedule.pass_.cargos[cargo], problem.domains.crosses(src, dst)
         lane = 2 * cargo + (not crosses)  # the slower link first
-        chunk, head = divmod(piece, problem.head_groups(kind.side))
+        number, head = divmod(piece, problem.head_groups(kind.side))
+        copy, chunk = divmod(number, problem.num_chunks)
         is_send = src == rank
         received_from = src if kind.is_result and not is_send else -1
-        name = Name(kind.name, chunk, head, received_from)
+        name = Name(kind.name, chunk, head, received_from, copy)
         names[Key(step, 0 if schedule.fuse else lane), lane, dst if is_send else src, is_send].append(name)
     grouped: dict[Key, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for (key, _, peer, is_send), listed in sorted(names.items()):
@@ -78,51 +81,67 @@ def _post_ticks(posts: list[Post], depth: int) -> list[int]:
 
 def _attends(schedule: "Schedule", rank: int) -> Ticks:
     blocks, problem = schedule.blocks, schedule.problem
-    rows: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    rows: dict[tuple[int, int], dict[int, list[Column]]] = defaultdict(lambda: defaultdict(list))
     mine = np.nonzero(blocks.rank == rank)[0]
-    for tick, head, q, kv in zip(
-        *(c[mine].tolist() for c in (blocks.tick, blocks.head, blocks.q, blocks.kv)), strict=True
+    for tick, head, q, kv, copy in zip(
+        *(c[mine].tolist() for c in (blocks.tick, blocks.head, blocks.q, blocks.kv, blocks.kv_copy)),
+        strict=True,
     ):
-        rows[tick, head][q].append(kv)
+        rows[tick, head][q].append((kv, copy))
     attends: Ticks = defaultdict(list)
     q_cargo, kv_cargo = schedule.pass_.q_down.name, schedule.pass_.kv_down.name
     for (tick, head), per_q in sorted(rows.items()):
         kv_head = head * problem.kv_head_groups // problem.q_head_groups
-        rectangles = list(_rectangles(per_q, problem.causal))
+        rectangles = list(_rectangles(per_q, problem))
         # Visiting queries first: somebody waits for their results.
-        rectangles.sort(key=lambda rectangle: any(problem.sharding.home[q] == rank for q in rectangle[0]))
-        for qs, kvs, causal in rectangles:
+        rectangles.sort(key=lambda rectangle: any(problem.sharding.home[q] == rank for q in rectangle.q))
+        for qs, columns, causal, band in rectangles:
             q_names = tuple(Name(q_cargo, chunk, head) for chunk in qs)
-            kv_names = tuple(Name(kv_cargo, chunk, kv_head) for chunk in kvs)
-            attends[tick].append(Attend(q_names, kv_names, causal))
+            kv_names = tuple(Name(kv_cargo, chunk, kv_head, copy=copy) for chunk, copy in columns)
+            attends[tick].append(Attend(q_names, kv_names, causal, band))
     return attends
 
 
-def _rectangles(
-    rows: dict[int, list[int]], causal: bool
-) -> Iterable[tuple[tuple[int, ...], tuple[int, ...], bool]]:
-    """Few rectangles (q chunks, KV chunks, causal) that cover exactly the blocks {q: KV chunks}.
+Column = tuple[int, int]
+"""A KV chunk, and which copy of it."""
 
-    The chunks on the diagonal make one causal rectangle when each of them meets all those before it, as a
-    shard does with itself; rows with equal KV chunks make one full rectangle.
+
+class _Rectangle(NamedTuple):
+    q: tuple[int, ...]
+    columns: tuple[Column, ...]
+    causal: bool = False
+    band: Band | None = None
+
+
+def _rectangles(rows: dict[int, list[Column]], problem: Problem) -> Iterable[_Rectangle]:
+    """Few rectangles that cover exactly the blocks {q chunk: columns}.
+
+    Chunks that meet themselves causally and all earlier ones in full make one causal rectangle, as a shard
+    does with itself; rows with equal full columns make one full rectangle; any other block is one by itself.
     """
-    rest = {q: set(kvs) for q, kvs in rows.items()}
-    diagonal = sorted(q for q, kvs in rest.items() if causal and q in kvs)
-    staircase = [{kv for kv in diagonal if kv <= q} for q in diagonal]
-    if all(steps <= rest[q] for q, steps in zip(diagonal, staircase, strict=True)):
-        groups = [diagonal] if diagonal else []
-    else:
-        groups = [[q] for q in diagonal]
-    for group in groups:
-        yield tuple(group), tuple(group), True
+    rest: dict[int, set[Column]] = {}
+    cut: list[tuple[int, Column]] = []
+    for q, columns in rows.items():
+        rest[q] = {column for column in columns if problem.is_full(q, column[0])}
+        cut += [(q, column) for column in columns if column not in rest[q]]
+    diagonal = sorted(
+        q for q, (kv, _) in cut if q == kv and problem.band(q, q).is_causal(*problem.block_shape(q, q))
+    )
+    steps = {q: {(kv, 0) for kv in diagonal if kv < q} for q in diagonal}
+    is_staircase = all(steps[q] <= rest[q] for q in diagonal)
+    for group in [diagonal] if diagonal and is_staircase else [[q] for q in diagonal]:
+        yield _Rectangle(tuple(group), tuple((kv, 0) for kv in group), causal=True)
         for q in group:
-            rest[q] -= {kv for kv in group if kv <= q}
-    full: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            rest[q] -= {(kv, 0) for kv in group}
+    for q, column in sorted(cut):
+        if q != column[0] or q not in diagonal:
+            yield _Rectangle((q,), (column,), band=problem.band(q, column[0]))
+    full: dict[tuple[Column, ...], list[int]] = defaultdict(list)
     for q in sorted(rest):
         if rest[q]:
             full[tuple(sorted(rest[q]))].append(q)
-    for kvs, qs in full.items():
-        yield tuple(qs), kvs, False
+    for columns_, qs in full.items():
+        yield _Rectangle(tuple(qs), columns_)
 
 
 def _interleave(posts: list[Post], post_ticks: list[int], attends: Ticks) -> list[Action]:
@@ -140,7 +159,7 @@ def _interleave(posts: list[Post], post_ticks: list[int], attends: Ticks) -> lis
     for tick in range(end):
         for post in by_tick[tick]:
             going = set(sent(post))
-            due = [(s, x) for s, x in arrived if x._replace(src=-1) in going]
+            due = [(s, x) for s, x in arrived if x.own in going]
             arrived = [item for item in arrived if item not in due]
             body += [*(Accumulate(x) for _, x in due), post]
         due = [(s, x) for s, x in arrived if s < tick]
@@ -165,7 +184,7 @@ def reads(action: Action) -> list[Name]:
     match action:
         case Post():
             return sent(action)
-        case Attend(q, kv, _):
+        case Attend(q, kv):
             return [*q, *kv]
         case Accumulate(name):
             return [name]
@@ -176,28 +195,39 @@ def reads(action: Action) -> list[Name]:
 def writes(action: Action, pass_: Pass) -> list[Name]:
     """The results that an action adds to."""
     match action:
-        case Attend(q, kv, _):
-            sides = ((q, pass_.q_up), (kv, pass_.kv_up))
-            return [Name(up.name, x.chunk, x.head) for names, up in sides if up for x in names]
+        case Attend(q, kv):
+            return [
+                x._replace(cargo=up.name)
+                for names, up in ((q, pass_.q_up), (kv, pass_.kv_up))
+                if up
+                for x in names
+            ]
         case Accumulate(name):
-            return [name._replace(src=-1)]
+            return [name.own]
         case Post() | Wait() | Free():
             return []
 
 
-def add_waits(body: list[Action], depth: int, pass_: Pass) -> list[Action]:
-    """Waits before the first reader, and before running more than `depth` steps ahead of a transfer."""
+def add_waits(body: list[Action], schedule: "Schedule", rank: int) -> list[Action]:
+    """Waits before the first reader.
+
+    A post that sends what is to be freed is waited for before running more than `depth` steps ahead of it, so that
+    buffers do not pile up; one that sends from the own shard may take as long as its readers let it.
+    """
     out: list[Action] = []
     open_keys: list[Key] = []
+    to_free: set[Key] = set()
     source: dict[Name, Key] = {}
     for action in body:
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
-            due |= {key for key in open_keys if key.step < action.key.step - depth}
+            due |= {key for key in open_keys if key in to_free and key.step < action.key.step - schedule.depth}
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):
             open_keys.append(action.key)
+            if any(schedule.problem.sharding.home[name.chunk] != rank for name in sent(action)):
+                to_free.add(action.key)
             source.update((name, action.key) for name in received(action))
         out.append(action)
     return [*out, *(Wait(key) for key in open_keys)]

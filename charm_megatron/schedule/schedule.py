@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from charm_megatron.schedule.actions import Program
-from charm_megatron.schedule.decisions import Decisions, Problem
+from charm_megatron.schedule.decisions import Decisions, Method, Problem
 from charm_megatron.schedule.lowering import Blocks, Hops, lower
 from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.program import rank_program
@@ -18,6 +18,8 @@ class Schedule:
     `depth` is how many steps a transfer may start ahead of the tick that it is planned for, plus one.
     `fuse` posts all transfers of a step as one group; otherwise each lane (cargo and link class) is a
     group of its own, which needs a transport whose lanes progress independently.
+
+    `written` are programs that were read from a file rather than made from the tables.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Schedule:
     blocks: Blocks
     depth: int = 1
     fuse: bool = True
+    written: tuple[Program, ...] | None = None
 
     @property
     def cp_size(self) -> int:
@@ -43,8 +46,8 @@ class Schedule:
         return int(self.blocks.tick.max(initial=-1)) + 1
 
     def program(self, rank: int) -> Program:
-        """The actions of one rank. Computed anew at each call."""
-        return rank_program(self, rank)
+        """The actions of one rank. Made anew at each call."""
+        return rank_program(self, rank) if self.written is None else self.written[rank]
 
     @cached_property
     def digest(self) -> str:
@@ -55,7 +58,7 @@ class Schedule:
             self.pass_.name,
             problem.sharding,
             problem.domains,
-            problem.causal,
+            problem.mask,
             problem.q_head_groups,
             problem.kv_head_groups,
             self.depth,
@@ -65,6 +68,8 @@ class Schedule:
         for table in (self.hops, self.blocks):
             for column in fields(table):
                 digest.update(getattr(table, column.name).tobytes())
+        if self.written is not None:
+            digest.update("\n".join(str(action) for program in self.written for action in program).encode())
         return digest.hexdigest()
 
 
@@ -72,3 +77,13 @@ def make_schedule(decisions: Decisions, pass_: Pass, *, depth: int = 1, fuse: bo
     """Lowers `decisions` for one pass; the backward pass is the same decisions under another `Pass`."""
     hops, blocks = lower(decisions, pass_)
     return Schedule(decisions.name, decisions.problem, pass_, hops, blocks, depth, fuse)
+
+
+def make_schedules(
+    method: Method, direction: str, *, depth: int = 1, fuse: bool = True
+) -> tuple[Schedule, ...]:
+    """The schedules of a method's phases, "forward" or "backward", in the order in which they run."""
+    return tuple(
+        make_schedule(phase.decisions, phase.pass_, depth=depth, fuse=fuse)
+        for phase in method.phases(direction)
+    )

@@ -7,7 +7,9 @@
     free kv1
 
 A piece is a cargo (q, kv, o, g, dq, dkv), a chunk, `.head group` when not 0, and `<rank` for a partial result
-received from that rank. A post is identified by step and order.
+received from that rank; `~copy` marks a piece that comes once more. A post is identified by step and order. An
+attend without a mask word is of full blocks; `causal` is the lower triangle of chunks that meet themselves;
+`band LOWEST:HIGHEST` the elements (a, b) of one block with LOWEST <= a - b <= HIGHEST.
 """
 
 import re
@@ -28,8 +30,12 @@ from charm_megatron.schedule.actions import (
 )
 from charm_megatron.schedule.passes import CARGOS
 from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.workload import Band
 
-_NAME = re.compile(r"(?P<cargo>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:<(?P<src>\d+))?")
+_NAME = re.compile(
+    r"(?P<cargo>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:~(?P<copy>\d+))?(?:<(?P<src>\d+))?"
+)
+_BAND = re.compile(r"(-?\d+):(-?\d+)")
 _KEY = re.compile(r"(\d+)\.(\d+)")
 _WORDS = ("post", "wait", "attend", "accumulate", "free")
 
@@ -74,17 +80,30 @@ def _parse_name(word: str, line: str) -> Name:
             f"cargos are {', '.join(CARGOS)}"
         )
     src = -1 if match["src"] is None else int(match["src"])
-    return Name(match["cargo"], int(match["chunk"]), int(match["head"] or 0), src)
+    return Name(match["cargo"], int(match["chunk"]), int(match["head"] or 0), src, int(match["copy"] or 0))
 
 
 def _parse_attend(words: list[str], line: str) -> Attend:
-    causal = words[-1:] == ["causal"]
-    names = [_parse_name(word, line) for word in (words[:-1] if causal else words)]
+    causal, band = words[-1:] == ["causal"], None
+    if causal:
+        words = words[:-1]
+    elif words[-2:-1] == ["band"]:
+        band, words = _parse_band(words[-1], line), words[:-2]
+    names = [_parse_name(word, line) for word in words]
     q = tuple(name for name in names if CARGOS[name.cargo].side == "q")
     kv = tuple(name for name in names if CARGOS[name.cargo].side == "kv")
     if not q or not kv:
         raise ScheduleSyntaxError(f"{line.strip()!r}: attend needs pieces of both sides, such as q3 kv1")
-    return Attend(q, kv, causal)
+    if band and len(q) + len(kv) > 2:
+        raise ScheduleSyntaxError(f"{line.strip()!r}: a band is of one block, such as q3 kv1 band 0:7")
+    return Attend(q, kv, causal, band)
+
+
+def _parse_band(word: str, line: str) -> Band:
+    match = _BAND.fullmatch(word)
+    if not match:
+        raise ScheduleSyntaxError(f"{line.strip()!r}: {word!r} is not LOWEST:HIGHEST, such as 0:7")
+    return Band(int(match[1]), int(match[2]))
 
 
 def _parse_post(line: str) -> Post:
@@ -104,10 +123,9 @@ def _parse_post(line: str) -> Post:
 def schedule_header(schedule: Schedule) -> str:
     """One line that says what the schedule is for."""
     problem = schedule.problem
-    mask = "causal" if problem.causal else "none"
     return (
         f"{schedule.name} {schedule.pass_.name}: {schedule.cp_size} ranks, domains [{problem.domains}], "
-        f"layout {problem.sharding.layout}, mask {mask}, {schedule.num_steps} steps, "
+        f"layout {problem.sharding.layout}, mask {problem.mask}, {schedule.num_steps} steps, "
         f"digest {schedule.digest[:16]}"
     )
 

@@ -26,7 +26,11 @@ class WireFormat:
 
     def __post_init__(self) -> None:
         workload, problem = self.workload, self.problem
-        problem.sharding.chunk_len(workload.seq_len)
+        if workload.seq_len != problem.sharding.seq_len or workload.mask != problem.mask:
+            raise WorkloadError(
+                f"the schedule is for {problem.sharding.seq_len} tokens with mask {problem.mask}, "
+                f"the workload has {workload.seq_len} with mask {workload.mask}"
+            )
         for heads, groups, what in (
             (workload.num_heads, problem.q_head_groups, "query"),
             (workload.num_kv_heads, problem.kv_head_groups, "KV"),
@@ -39,11 +43,6 @@ class WireFormat:
                 f"head widths {widths[0]} and {widths[1]} must be even in {workload.dtype}, so that float32 "
                 f"rows behind them are aligned"
             )
-
-    @property
-    def chunk_len(self) -> int:
-        """Tokens of a piece."""
-        return self.problem.sharding.chunk_len(self.workload.seq_len)
 
     def heads(self, cargo: Cargo) -> int:
         """Heads of one piece."""
@@ -65,11 +64,15 @@ class WireFormat:
         }
         return roles[cargo.dtype_role]
 
-    def piece_bytes(self, cargo: Cargo) -> int:
-        """Bytes of one piece on the wire."""
-        rows = self.chunk_len * self.workload.batch * self.heads(cargo)
+    def token_bytes(self, cargo: Cargo) -> int:
+        """Bytes of one token of a piece on the wire."""
         wide = self.width(cargo) * ITEMSIZE_BYTES[self.wide_dtype(cargo)]
-        return rows * (wide + cargo.num_scalars * ITEMSIZE_BYTES[self.workload.accumulate_dtype])
+        scalars = cargo.num_scalars * ITEMSIZE_BYTES[self.workload.accumulate_dtype]
+        return self.workload.batch * self.heads(cargo) * (wide + scalars)
+
+    def piece_bytes(self, cargo: Cargo, chunk: int) -> int:
+        """Bytes of one piece on the wire."""
+        return self.problem.sharding.chunks[chunk].length * self.token_bytes(cargo)
 
 
 def make_wire_format(
@@ -84,25 +87,47 @@ def make_wire_format(
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes that each rank sends, by link class, [cp_size]."""
+    """What each rank sends, by link class, [cp_size]."""
 
     inside_bytes: IntArray
     across_bytes: IntArray
+    inside_messages: IntArray
+    across_messages: IntArray
 
     @property
     def total_bytes(self) -> IntArray:
         return self.inside_bytes + self.across_bytes
 
+    @property
+    def total_messages(self) -> IntArray:
+        return self.inside_messages + self.across_messages
 
-def traffic(schedule: Schedule, wire: WireFormat) -> Traffic:
-    """Counts every hop of a schedule once, at its sender."""
-    hops, n = schedule.hops, schedule.cp_size
-    sizes = np.asarray([wire.piece_bytes(cargo) for cargo in schedule.pass_.cargos], dtype=np.int64)
-    domain = np.asarray(schedule.problem.domains.domain_of)
-    crosses = domain[hops.src] != domain[hops.dst]
-    sent = sizes[hops.cargo]
 
-    def per_rank(rows: np.ndarray) -> IntArray:
-        return np.bincount(hops.src[rows], weights=sent[rows], minlength=n).astype(np.int64)
+def hop_bytes(schedule: Schedule, wire: WireFormat) -> IntArray:
+    """Bytes of each hop."""
+    hops, problem, cargos = schedule.hops, schedule.problem, schedule.pass_.cargos
+    groups = np.asarray([problem.head_groups(cargo.side) for cargo in cargos], dtype=np.int64)
+    token_bytes = np.asarray([wire.token_bytes(cargo) for cargo in cargos], dtype=np.int64)
+    chunk = hops.piece // groups[hops.cargo] % problem.num_chunks
+    sizes: IntArray = problem.lengths[chunk] * token_bytes[hops.cargo]
+    return sizes
 
-    return Traffic(per_rank(~crosses), per_rank(crosses))
+
+def traffic(*schedules: Schedule, wire: WireFormat) -> Traffic:
+    """Counts every hop of one or several phases once, at its sender."""
+    n = wire.problem.cp_size
+    totals = [np.zeros(n, dtype=np.int64) for _ in range(4)]
+    domain = np.asarray(wire.problem.domains.domain_of)
+    for schedule in schedules:
+        hops = schedule.hops
+        sizes = hop_bytes(schedule, wire)
+        columns = (hops.step, hops.cargo, hops.src, hops.dst)
+        messages = (
+            np.unique(np.stack(columns), axis=1) if len(hops.step) else np.zeros((4, 0), dtype=np.int64)
+        )
+        for i, crosses in enumerate((False, True)):
+            rows = (domain[hops.src] != domain[hops.dst]) == crosses
+            totals[i] += np.bincount(hops.src[rows], weights=sizes[rows], minlength=n).astype(np.int64)
+            of_class = (domain[messages[2]] != domain[messages[3]]) == crosses
+            totals[2 + i] += np.bincount(messages[2][of_class], minlength=n)
+    return Traffic(*totals)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from charm_megatron.errors import WorkloadError
 from charm_megatron.schedule.actions import Attend, Message
-from charm_megatron.schedule.passes import CARGOS, FORWARD, Pass
+from charm_megatron.schedule.passes import CARGOS, Pass
 from charm_megatron.schedule.wire import WireFormat
 
 
@@ -34,18 +34,21 @@ class CostModel:
     is_shared: bool = True
 
     def attend_s(self, action: Attend, wire: WireFormat, pass_: Pass) -> float:
-        """Time of a rectangle of blocks; of a diagonal block only the lower triangle counts."""
-        pairs = 0.0
-        for q in action.q:
-            for kv in action.kv:
-                if not action.causal or kv.chunk <= q.chunk:
-                    is_triangle = action.causal and kv.chunk == q.chunk
-                    pairs += wire.chunk_len**2 * (0.5 if is_triangle else 1.0)
-        heads = wire.heads(pass_.q_down)
-        return wire.workload.block_flops(pairs, heads, backward=pass_ is not FORWARD) / self.flops_per_s
+        """Time of a rectangle of blocks; only unmasked elements count."""
+        problem = wire.problem
+        pairs = sum(
+            problem.band(q.chunk, kv.chunk).num_pairs(*problem.block_shape(q.chunk, kv.chunk))
+            for q in action.q
+            for kv in action.kv
+            if not (action.causal and kv.chunk > q.chunk)
+        )
+        backward = pass_.direction == "backward"
+        return (
+            wire.workload.block_flops(pairs, wire.heads(pass_.q_down), backward=backward) / self.flops_per_s
+        )
 
     def message_s(self, message: Message, wire: WireFormat, *, crosses: bool) -> float:
         """Time of a message alone on its link."""
-        num_bytes = len(message.names) * wire.piece_bytes(CARGOS[message.names[0].cargo])
+        num_bytes = sum(wire.piece_bytes(CARGOS[name.cargo], name.chunk) for name in message.names)
         link = self.across if crosses else self.inside
         return link.latency_s + num_bytes / link.bytes_per_s

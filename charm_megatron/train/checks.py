@@ -5,10 +5,8 @@ from typing import Any
 
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
-from charm_megatron.planner import PLANNERS, plan
-from charm_megatron.schedule.decisions import Problem
-from charm_megatron.sharding import make_sharding
-from charm_megatron.topology import even_domains, one_domain
+from charm_megatron.planner import PLANNERS
+from charm_megatron.topology import Domains, even_domains, one_domain
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
 from charm_megatron.train.flags import RESUME
@@ -28,7 +26,7 @@ class JobFacts:
 
 def check_quickly(config: RunConfig) -> None:
     """The checks that need neither torch nor Megatron. Raises `InvalidInput`."""
-    if config.charm.schedule not in PLANNERS:
+    if config.charm.schedule not in PLANNERS and not config.charm.schedule.endswith(".json"):
         raise ConfigError(
             f"charm.schedule {config.charm.schedule!r} is unknown{nearest(config.charm.schedule, PLANNERS)}"
         )
@@ -39,8 +37,10 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
     """The checks that need Megatron. Raises `InvalidInput`; makes nothing, prints nothing."""
     import torch
 
+    from charm_megatron.executor.runtime import plan_schedules
     from charm_megatron.mcore.attention import check_supported
     from charm_megatron.train.device import stand_in_for_cuda
+    from charm_megatron.train.job import attention_workload
 
     cuda = torch.cuda.is_available()
     parser = megatron_parser()
@@ -51,6 +51,8 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
     with stand_in_for_cuda():
         args, transformer = validate(argv, config.launch.ranks)
     if args.context_parallel_size > 1:
+        domains = _domains(config, args.context_parallel_size)
+        plan_schedules(config.charm, domains, attention_workload(args), "zigzag")
         for layer_number in range(1, args.num_layers + 1):
             check_supported(transformer, layer_number)
     iters = args.train_iters or args.train_samples // args.global_batch_size
@@ -105,7 +107,7 @@ def _check_layout(config: RunConfig, args: Any) -> None:
             f"launch.ranks {ranks} must be a multiple of {model_ranks}, the product of the parallel sizes "
             f"tensor {tp}, pipeline {pp} and context {cp}, such as {max(1, ranks // model_ranks) * model_ranks}"
         )
-    _check_schedule(config, cp)
+    _domains(config, cp)
     multiple = 2 * cp
     if cp > 1 and args.seq_length % multiple:
         raise ConfigError(
@@ -114,8 +116,7 @@ def _check_layout(config: RunConfig, args: Any) -> None:
         )
 
 
-def _check_schedule(config: RunConfig, cp_size: int) -> None:
-    """The planner must take these domains; raises what it raises. All ranks of a launcher share one host."""
+def _domains(config: RunConfig, cp_size: int) -> Domains:
+    """The domains of a job on this host. Raises `TopologyError` for a number that does not fit."""
     declared = config.charm.domains
-    domains = one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)
-    plan(config.charm.schedule, Problem(make_sharding("zigzag", cp_size), domains, causal=True))
+    return one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)

@@ -1,5 +1,6 @@
 """Context-parallel attention on real ranks against fp64 attention on one process."""
 
+import json
 import time
 from itertools import product
 
@@ -8,25 +9,35 @@ import torch
 import torch.distributed as dist
 
 from charm_megatron.config import CharmConfig
-from charm_megatron.errors import ScheduleDisagreement, TopologyError, TransferTimeout, WorkloadError
+from charm_megatron.errors import (
+    PlanError,
+    ScheduleDisagreement,
+    TopologyError,
+    TransferTimeout,
+    WorkloadError,
+)
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import PLANNERS, plan
 from charm_megatron.schedule.check import check_schedule
+from charm_megatron.schedule.decisions import Problem
+from charm_megatron.schedule.json_form import to_json
+from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
-from charm_megatron.workload import Workload
+from charm_megatron.topology import even_domains
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import full_attention, relative_error
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 
-BATCH, HEADS, HEAD_DIM, TOKENS_PER_CHUNK = 2, 4, 8, 3
+BATCH, HEADS, HEAD_DIM, TOKENS_PER_CHUNK = 2, 4, 8, 6
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
-def inputs(seq_len, kv_heads, head_dim_v, dtype=torch.float64):
+def inputs(seq_len, kv_heads, head_dim_v, dtype=torch.float64, heads=HEADS):
     """q, k, v and dout of the whole sequence, the same on every rank."""
     random = torch.Generator().manual_seed(seq_len + kv_heads)
-    widths = ((HEADS, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, head_dim_v), (HEADS, head_dim_v))
+    widths = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, head_dim_v), (heads, head_dim_v))
     made = [
         torch.randn(seq_len, BATCH, *w, dtype=torch.float64, generator=random).to(dtype).double()
         for w in widths
@@ -34,16 +45,26 @@ def inputs(seq_len, kv_heads, head_dim_v, dtype=torch.float64):
     return *(x.requires_grad_() for x in made[:3]), made[3]
 
 
-def run_case(runtime, rank, size, *, layout, causal, kv_heads, head_dim_v=HEAD_DIM, dtype=torch.float64):
+def run_case(
+    runtime,
+    rank,
+    size,
+    *,
+    layout="zigzag",
+    mask=CAUSAL,
+    heads=HEADS,
+    kv_heads=HEADS,
+    head_dim_v=HEAD_DIM,
+    dtype=torch.float64,
+):
     """Errors of one rank's shard relative to full attention, by tensor."""
     seq_len = 2 * size * TOKENS_PER_CHUNK
-    q, k, v, dout = inputs(seq_len, kv_heads, head_dim_v, dtype)
-    out, lse = full_attention(q, k, v, causal=causal)
+    q, k, v, dout = inputs(seq_len, kv_heads, head_dim_v, dtype, heads)
+    out, lse = full_attention(q, k, v, mask)
     expected = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
-    ranges = make_sharding(layout, size).token_ranges(rank, seq_len)
-    mine = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    mine = torch.tensor(make_sharding(layout, size, seq_len, mask.documents).tokens_of(rank))
     shard = [x.detach()[mine].to(dtype).requires_grad_() for x in (q, k, v)]
-    got, got_lse = runtime.attention_with_lse(*shard, group=dist.group.WORLD, causal=causal, layout=layout)
+    got, got_lse = runtime.attention_with_lse(*shard, group=dist.group.WORLD, mask=mask, layout=layout)
     grads = torch.autograd.grad(got, shard, dout[mine].to(dtype))
     values = (got, got_lse, *grads)
     return {
@@ -52,36 +73,93 @@ def run_case(runtime, rank, size, *, layout, causal, kv_heads, head_dim_v=HEAD_D
     }
 
 
-def domain_counts(size):
-    return [count for count in (1, 2, size) if size % count == 0 and count <= size]
-
-
 def all_cases(rank, size):
+    """Worst error of every planner on every way to split `size` into domains; None where it refuses."""
     worst = {}
-    for schedule, domains in product(PLANNERS, sorted(set(domain_counts(size)))):
+    counts = sorted({count for count in (1, 2, size) if size % count == 0})
+    for schedule, domains, (layout, mask, group) in product(
+        PLANNERS, counts, (("zigzag", CAUSAL, 1), ("contiguous", NO_MASK, 2))
+    ):
         runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=domains, deadline_s=60))
-        for (layout, causal), kv_heads in product(
-            (("zigzag", True), ("zigzag", False), ("contiguous", True)), (HEADS, 1)
-        ):
-            errors = run_case(runtime, rank, size, layout=layout, causal=causal, kv_heads=kv_heads)
-            worst[schedule, domains, layout, causal, kv_heads] = max(errors.values())
+        sizes = {"heads": 2 * size, "kv_heads": 2 * size // group}
+        try:
+            errors = run_case(runtime, rank, size, layout=layout, mask=mask, **sizes)
+        except PlanError:
+            worst[schedule, domains, layout, str(mask)] = None
+            continue
+        worst[schedule, domains, layout, str(mask)] = max(errors.values())
     return worst
 
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_schedule_equals_full_attention_forward_and_backward(size):
     for worst in run_ranks(all_cases, size):
-        assert worst, "no case ran"
+        ran = {case: error for case, error in worst.items() if error is not None}
+        assert {case: error for case, error in ran.items() if not error < 1e-10} == {}
+        refused = {case[0] for case, error in worst.items() if error is None}
+        assert refused <= {"dist_flash", "tasp"}
+        assert {case[0] for case in ran} >= set(PLANNERS) - refused
+
+
+def core_cases(rank, size):
+    worst = {}
+    for schedule, domains in (("ring", 1), ("rm_plus", 1), ("charm", 1), ("charm", 2)):
+        runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=domains, deadline_s=60))
+        for mask, kv_heads in product((CAUSAL, NO_MASK), (HEADS, 1)):
+            errors = run_case(runtime, rank, size, mask=mask, kv_heads=kv_heads)
+            worst[schedule, domains, str(mask), kv_heads] = max(errors.values())
+    return worst
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_ring_and_charm_are_exact_with_shared_kv_heads_too(size):
+    for worst in run_ranks(core_cases, size):
         assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
+
+
+def mask_cases(rank, size):
+    worst = {}
+    seq_len = 2 * size * TOKENS_PER_CHUNK
+    documents = (4, seq_len - 9, 5)
+    for layout, mask in (
+        ("zigzag", Mask(7, 0)),
+        ("contiguous", Mask(9, 4)),
+        ("striped", CAUSAL),
+        ("striped", Mask(11, 0, documents)),
+        ("zigzag", Mask(None, 0, documents)),
+        ("document_zigzag", Mask(None, 0, (2 * size, seq_len - 2 * size))),
+    ):
+        runtime = AttentionRuntime(CharmConfig(schedule="charm", domains=2, deadline_s=60))
+        errors = run_case(runtime, rank, size, layout=layout, mask=mask, kv_heads=2)
+        worst[layout, str(mask)] = max(errors.values())
+    return worst
+
+
+def test_windows_documents_and_other_layouts_are_exact():
+    for worst in run_ranks(mask_cases, 4):
+        assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
+
+
+def written_case(rank, size, path):
+    runtime = AttentionRuntime(CharmConfig(schedule=path, domains=2, deadline_s=60))
+    return max(run_case(runtime, rank, size).values())
+
+
+def test_a_schedule_from_a_file_runs(tmp_path):
+    size = 4
+    sharding = make_sharding("zigzag", size, 2 * size * TOKENS_PER_CHUNK)
+    method = plan("charm", Problem(sharding, even_domains(size, 2)))
+    path = tmp_path / "mine.json"
+    schedules = [phase for way in ("forward", "backward") for phase in make_schedules(method, way)]
+    path.write_text(json.dumps(to_json("mine", schedules)), encoding="utf-8")
+    assert max(run_ranks(written_case, size, str(path))) < 1e-10
 
 
 def settings_cases(rank, size):
     errors = {}
     for depth, fuse, kernel in product((1, 3), (True, False), ("torch", "reference")):
         config = CharmConfig(domains=2, prefetch_depth=depth, fuse=fuse, kernel=kernel, deadline_s=60)
-        found = run_case(
-            AttentionRuntime(config), rank, size, layout="zigzag", causal=True, kv_heads=2, head_dim_v=6
-        )
+        found = run_case(AttentionRuntime(config), rank, size, kv_heads=2, head_dim_v=6)
         errors[depth, fuse, kernel] = max(found.values())
     return errors
 
@@ -93,15 +171,13 @@ def test_prefetch_separate_lanes_kernels_and_unequal_head_widths_change_nothing(
 
 def byte_counts(rank, size):
     rows = []
-    for schedule in PLANNERS:
+    for schedule in ("ring", "rm_plus", "charm", "charm_per_domain", "ulysses", "attention_2d"):
         runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=2, deadline_s=60))
-        run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=2, dtype=torch.bfloat16)
-        workload = Workload(
-            BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM, "bfloat16", True
-        )
+        run_case(runtime, rank, size, kv_heads=2, dtype=torch.bfloat16)
+        workload = Workload(BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM, "bfloat16")
         receipt = runtime.receipt(dist.group.WORLD, workload)
-        check_schedule(receipt.forward)
-        check_schedule(receipt.backward)
+        for phase in (*receipt.forward, *receipt.backward):
+            check_schedule(phase)
         planned = receipt.forward_traffic.total_bytes[rank] + receipt.backward_traffic.total_bytes[rank]
         rows.append((schedule, runtime.num_bytes_sent(dist.group.WORLD), int(planned)))
     return rows
@@ -116,7 +192,7 @@ def test_bytes_posted_equal_the_plan_and_the_checker_passes_what_ran():
 def bfloat16_case(rank, size, return_dtype):
     config = CharmConfig(domains=2, return_dtype=return_dtype, grad_return_dtype=return_dtype, deadline_s=60)
     runtime = AttentionRuntime(config)
-    return run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=2, dtype=torch.bfloat16)
+    return run_case(runtime, rank, size, kv_heads=2, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("return_dtype", ["model", "float32"])
@@ -144,7 +220,7 @@ def test_results_are_bitwise_repeatable():
 def pool_sizes(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=60))
     for _ in range(3):
-        run_case(runtime, rank, size, layout="zigzag", causal=False, kv_heads=HEADS)
+        run_case(runtime, rank, size, mask=NO_MASK, kv_heads=HEADS)
     (known,) = runtime._groups.values()
     return sum(pool.num_bytes for pool in known.pools.values())
 
@@ -156,7 +232,7 @@ def test_buffers_of_the_ring_do_not_grow_with_the_number_of_ranks():
 def disagreeing(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring" if rank else "rm_plus", deadline_s=60))
     try:
-        run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+        run_case(runtime, rank, size, kv_heads=4)
     except ScheduleDisagreement as error:
         return str(error)
 
@@ -169,10 +245,10 @@ def test_ranks_with_different_schedules_say_so_before_the_first_transfer():
 
 def deserted(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=1))
-    run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+    run_case(runtime, rank, size, kv_heads=4)
     if rank == 0:
         try:
-            run_case(runtime, rank, size, layout="zigzag", causal=True, kv_heads=4)
+            run_case(runtime, rank, size, kv_heads=4)
         except TransferTimeout as error:
             return str(error)
     time.sleep(3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.attention import core_attention_class
 from charm_megatron.mcore.install import charm_attention_installed
+from charm_megatron.workload import CAUSAL, NO_MASK
 
 pytestmark = [
     pytest.mark.megatron,
@@ -67,15 +68,15 @@ def test_heads_are_joined_and_the_group_and_scale_are_passed_on() -> None:
     query, key, value = qkv()
     out = module(query, key, value, None, attn_mask_type=AttnMaskType.causal)
     assert torch.equal(out, query.reshape(6, 2, 32))
-    assert runtime.asked == {"group": module.cp_group, "causal": True, "softmax_scale": 8**-0.5}
+    assert runtime.asked == {"group": module.cp_group, "mask": CAUSAL, "softmax_scale": 8**-0.5}
 
 
 def test_scale_and_mask_of_the_layer_are_used() -> None:
     runtime = FakeRuntime()
     build(runtime, softmax_scale=0.5)(*qkv(), None, attn_mask_type=AttnMaskType.no_mask)
-    assert (runtime.asked["softmax_scale"], runtime.asked["causal"]) == (0.5, False)
+    assert (runtime.asked["softmax_scale"], runtime.asked["mask"]) == (0.5, NO_MASK)
     build(runtime, attn_mask_type=AttnMaskType.no_mask)(*qkv(), None)
-    assert runtime.asked["causal"] is False
+    assert runtime.asked["mask"] == NO_MASK
 
 
 def test_query_and_value_heads_may_differ_in_width() -> None:

@@ -7,14 +7,15 @@ from charm_megatron.planner import plan
 from charm_megatron.schedule.check import check_programs, check_schedule
 from charm_megatron.schedule.decisions import Decisions, Problem, owner_by_homes, shard_routes
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
-from charm_megatron.schedule.schedule import make_schedule
+from charm_megatron.schedule.schedule import make_schedule, make_schedules
 from charm_megatron.schedule.text import parse_action, parse_program
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.workload import NO_MASK
 
 pytestmark = pytest.mark.pure
 
-PROBLEM = Problem(make_sharding("contiguous", 2), even_domains(2, 1), causal=False)
+PROBLEM = Problem(make_sharding("contiguous", 2, 8), even_domains(2, 1), NO_MASK)
 
 PAIR = [
     """
@@ -52,7 +53,7 @@ def test_a_schedule_written_by_hand_passes_and_is_counted():
         ("wait 0.0", "", "kv1 is not here yet"),
         ("attend q0 kv1", "", "1 blocks are never computed"),
         ("attend q0 kv1", "attend q0 kv1\nattend q0 kv1", r"block \(q0, kv1\) is computed twice"),
-        ("attend q0 kv1", "attend q0 kv1 causal", "never computed"),
+        ("attend q0 kv1", "attend q0 kv1 causal", "the same ascending chunks on both sides"),
         ("attend q0 kv0", "attend q0 kv0 causal", r"block \(q0, kv0\) has the wrong mask"),
         ("free kv1", "", "kv1 is left behind"),
         ("free kv1", "free kv1\nfree kv1", "kv1 is not here"),
@@ -60,7 +61,7 @@ def test_a_schedule_written_by_hand_passes_and_is_counted():
         ("send 1 kv0", "send 1 q0", "sends 1 q0 where rank 1 expects 0 kv0"),
         ("send 1 kv0 | ", "", "deadlock"),
         ("recv 1 kv1", "recv 2 kv1", "there is no peer 2"),
-        ("attend q0 kv0\n", "attend q0 kv0\npost 0.0 | send 1 q0\n", "posts out of the global order"),
+        ("attend q0 kv0\n", "attend q0 kv0\npost 0.0 | send 1 q0\n", "posts what is still under way"),
         ("free kv1", "wait 3.0\nfree kv1", "waits for what is not in flight"),
         ("attend q0 kv0\n", "attend g0 kv0\n", "g0 is not here"),
         ("attend q0 kv0\n", "accumulate o0<1\nattend q0 kv0\n", "o0<1 is not here"),
@@ -142,9 +143,9 @@ def test_a_missing_program_is_found():
 
 
 def test_no_single_dropped_action_of_charm_goes_unnoticed():
-    made = Problem(make_sharding("zigzag", 4), even_domains(4, 2))
+    made = Problem(make_sharding("zigzag", 4, 16), even_domains(4, 2))
     for pass_ in (FORWARD, BACKWARD):
-        schedule = make_schedule(plan("charm", made), pass_)
+        (schedule,) = make_schedules(plan("charm", made), pass_.direction)
         programs = [schedule.program(rank) for rank in range(4)]
         for rank, program in enumerate(programs):
             for i in range(len(program)):
@@ -164,7 +165,7 @@ def test_no_single_dropped_action_of_charm_goes_unnoticed():
     ],
 )
 def test_routes_that_contradict_each_other_are_refused(rows, message):
-    made = Problem(make_sharding("contiguous", 3), even_domains(3, 1), causal=False)
+    made = Problem(make_sharding("contiguous", 3, 6), even_domains(3, 1), NO_MASK)
     owner = owner_by_homes(made, [[0, 1, 2], [1, 1, 1], [2, 2, 2]])
     routes = tuple(
         r for side, home, path, steps in rows for r in shard_routes(made, side, [(home, path, steps)])
@@ -174,7 +175,8 @@ def test_routes_that_contradict_each_other_are_refused(rows, message):
 
 
 def test_the_program_checker_and_the_parser_agree_on_words():
-    assert check_schedule(make_schedule(plan("rm_plus", PROBLEM), BACKWARD)).num_pieces_sent == {
+    (schedule,) = make_schedules(plan("rm_plus", PROBLEM), "backward")
+    assert check_schedule(schedule).num_pieces_sent == {
         "kv": 2,
         "dkv": 2,
     }

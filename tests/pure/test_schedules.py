@@ -8,29 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charm_megatron.errors import PlanError, WorkloadError
-from charm_megatron.planner import PLANNERS, plan
+from charm_megatron.planner import plan
 from charm_megatron.planner.matchings import exchanges
 from charm_megatron.schedule.actions import Attend, Post
 from charm_megatron.schedule.check import check_schedule
 from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.passes import BACKWARD, FORWARD, KV
-from charm_megatron.schedule.schedule import make_schedule
+from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.text import format_schedule
 from charm_megatron.schedule.wire import make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains
-from charm_megatron.workload import Workload
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 
 pytestmark = pytest.mark.pure
 
 
-def problem(num_domains, per_domain, *, layout="zigzag", causal=True):
+def problem(num_domains, per_domain, *, layout="zigzag", mask=CAUSAL, seq_len=None):
     size = num_domains * per_domain
-    return Problem(make_sharding(layout, size), even_domains(size, num_domains), causal)
+    sharding = make_sharding(layout, size, seq_len or 8 * size, mask.documents)
+    return Problem(sharding, even_domains(size, num_domains), mask)
 
 
 def schedule(name, made, pass_=FORWARD, **options):
-    return make_schedule(plan(name, made), pass_, **options)
+    (made_schedule,) = make_schedules(plan(name, made), pass_.direction, **options)
+    return made_schedule
 
+
+NAMES = ("ring", "rm_plus", "charm")
+"""The rest are in test_planners."""
 
 GRIDS = [(1, n) for n in range(1, 10)] + [
     (2, 1),
@@ -46,30 +52,35 @@ GRIDS = [(1, n) for n in range(1, 10)] + [
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_planner_passes_the_checker(name, grid):
-    for (layout, causal), pass_, depth, fuse in product(
-        (("zigzag", True), ("zigzag", False), ("contiguous", True), ("contiguous", False)),
+    for (layout, mask), pass_, depth, fuse in product(
+        (("zigzag", CAUSAL), ("zigzag", NO_MASK), ("contiguous", CAUSAL), ("contiguous", NO_MASK)),
         (FORWARD, BACKWARD),
         (1, 2),
         (True, False),
     ):
-        made = problem(*grid, layout=layout, causal=causal)
+        made = problem(*grid, layout=layout, mask=mask)
         check_schedule(schedule(name, made, pass_, depth=depth, fuse=fuse))
 
 
 @given(
-    name=st.sampled_from(sorted(PLANNERS)),
+    name=st.sampled_from(sorted(NAMES)),
     order=st.permutations(range(6)),
     num_domains=st.sampled_from([1, 2, 3, 6]),
-    causal=st.booleans(),
+    mask=st.sampled_from(
+        [CAUSAL, NO_MASK, Mask(9, 0), Mask(5, 3), Mask(None, 0, (7, 40, 1)), Mask(4, 4, (20, 28))]
+    ),
+    layout=st.sampled_from(["contiguous", "zigzag", "striped"]),
     depth=st.integers(1, 4),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
 )
 @settings(max_examples=60, deadline=None)
-def test_domains_of_scattered_ranks_and_head_groups_pass_too(name, order, num_domains, causal, depth, heads):
+def test_domains_of_scattered_ranks_and_head_groups_pass_too(
+    name, order, num_domains, mask, layout, depth, heads
+):
     domains = Domains(tuple(rank % num_domains for rank in order))
-    made = Problem(make_sharding("zigzag", 6), domains, causal, *heads)
+    made = Problem(make_sharding(layout, 6, 48, mask.documents), domains, mask, *heads)
     for pass_ in (FORWARD, BACKWARD):
         check_schedule(schedule(name, made, pass_, depth=depth))
 
@@ -99,7 +110,7 @@ def test_partners_of_a_power_of_two_are_those_of_the_papers_example():
 
 @pytest.mark.parametrize("grid", [(1, 4), (1, 6), (1, 8), (2, 4), (4, 4), (3, 6)])
 def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(grid):
-    made = problem(*grid, layout="contiguous", causal=False)
+    made = problem(*grid, layout="contiguous", mask=NO_MASK)
     hops = schedule("charm", made).hops
     domain = np.asarray(made.domains.domain_of)
     inside = domain[hops.src] == domain[hops.dst]
@@ -113,16 +124,17 @@ def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(grid):
 
 def test_figure_3_of_the_paper_is_the_program_of_rank_3(golden):
     """8 ranks, 2 domains: own block while Q7 arrives; K1 V1 with Q0 Q4; K2 V2; outputs home."""
-    made = problem(2, 4, layout="contiguous", causal=False)
+    made = problem(2, 4, layout="contiguous", mask=NO_MASK)
     golden("charm_figure_3_rank_3.txt", "\n".join(map(str, schedule("charm", made).program(3))) + "\n")
 
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 def test_whole_schedules_stay_as_they_are(golden, pass_):
-    from charm_megatron.schedule.text import format_schedule
-
-    for name in PLANNERS:
-        golden(f"{name}_2x2_{pass_.name}.txt", format_schedule(schedule(name, problem(2, 2), pass_)))
+    for name in NAMES:
+        _, programs = format_schedule(schedule(name, problem(2, 2), pass_)).split(
+            "\n", 1
+        )  # the header has a digest
+        golden(f"{name}_2x2_{pass_.name}.txt", programs)
 
 
 UNIT = Workload(
@@ -133,17 +145,17 @@ UNIT = Workload(
     head_dim=16,
     head_dim_v=16,
     dtype="bfloat16",
-    causal=False,
+    mask=NO_MASK,
 )
 """No mask, so that nothing is cut and the formulas hold exactly."""
 
 
 def sent_bytes(name, grid, pass_, *, group=1):
-    made = problem(*grid, layout="contiguous", causal=False)
+    made = problem(*grid, layout="contiguous", mask=NO_MASK, seq_len=UNIT.seq_len)
     workload = Workload(**{**UNIT.__dict__, "num_kv_heads": UNIT.num_heads // group})
     wire = make_wire_format(workload, made)
     rows = UNIT.seq_len // made.cp_size * UNIT.num_heads
-    return traffic(schedule(name, made, pass_), wire), rows
+    return traffic(schedule(name, made, pass_), wire=wire), rows
 
 
 def exchange_bytes(rows, group, pass_):
@@ -176,8 +188,8 @@ def test_bytes_of_charm_equal_the_formulas_inside_and_across(grid, pass_):
 
 
 def test_a_causal_ring_with_contiguous_chunks_sends_less_than_its_formula():
-    full = schedule("ring", problem(1, 4, layout="contiguous", causal=False))
-    cut = schedule("ring", problem(1, 4, layout="contiguous", causal=True))
+    full = schedule("ring", problem(1, 4, layout="contiguous", mask=NO_MASK))
+    cut = schedule("ring", problem(1, 4, layout="contiguous"))
     assert len(cut.hops.step) < len(full.hops.step)
 
 
@@ -190,7 +202,7 @@ def test_the_backward_ring_is_as_long_as_the_forward_one_and_holds_as_little(siz
     assert check_schedule(backward).peak_pieces <= 5 * 2
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_transfers_of_a_step_start_before_the_blocks_that_hide_them(name):
     made = schedule(name, problem(2, 4))
     for rank in range(made.cp_size):
@@ -212,7 +224,7 @@ def test_with_one_rank_a_domain_charm_is_rm_plus_across():
 
 
 def test_charm_refuses_domains_of_different_sizes_and_says_what_works():
-    made = Problem(make_sharding("zigzag", 3), Domains((0, 0, 1)))
+    made = Problem(make_sharding("zigzag", 3, 6), Domains((0, 0, 1)))
     with pytest.raises(PlanError, match="equal size, but they have 2, 1 ranks; rm_plus takes any ranks"):
         plan("charm", made)
 
@@ -226,18 +238,18 @@ def test_the_digest_tells_schedules_apart_and_nothing_else():
     made = problem(2, 2)
     digests = {
         schedule(name, made, pass_, depth=depth, fuse=fuse).digest
-        for name, pass_, depth, fuse in product(PLANNERS, (FORWARD, BACKWARD), (1, 2), (True, False))
+        for name, pass_, depth, fuse in product(NAMES, (FORWARD, BACKWARD), (1, 2), (True, False))
     }
-    assert len(digests) == len(PLANNERS) * 8
+    assert len(digests) == len(NAMES) * 8
     assert schedule("charm", made).digest == schedule("charm", problem(2, 2)).digest
 
 
 def test_heads_that_do_not_split_into_groups_are_refused():
-    made = Problem(make_sharding("zigzag", 2), even_domains(2, 1), True, 3, 3)
+    made = Problem(make_sharding("zigzag", 2, UNIT.seq_len), even_domains(2, 1), NO_MASK, 3, 3)
     with pytest.raises(WorkloadError, match="4 query heads do not split into 3"):
         make_wire_format(UNIT, made)
 
 
 def test_kv_pieces_are_two_tensors_wide():
-    wire = make_wire_format(UNIT, problem(1, 2, layout="contiguous"))
-    assert wire.piece_bytes(KV) == 2048 * 4 * (16 + 16) * 2
+    wire = make_wire_format(UNIT, problem(1, 2, layout="contiguous", mask=NO_MASK, seq_len=UNIT.seq_len))
+    assert wire.piece_bytes(KV, 0) == 2048 * 4 * (16 + 16) * 2

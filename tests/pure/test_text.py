@@ -3,31 +3,34 @@
 import pytest
 
 from charm_megatron.errors import ScheduleSyntaxError
-from charm_megatron.planner import PLANNERS, plan
+from charm_megatron.planner import PLANNERS, cut_problem, plan
 from charm_megatron.schedule.decisions import Problem
-from charm_megatron.schedule.passes import BACKWARD, FORWARD
-from charm_megatron.schedule.schedule import make_schedule
+from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.schedule.text import format_schedule, parse_action, parse_program
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.workload import CAUSAL, Mask
 
 pytestmark = pytest.mark.pure
 
 
-@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", PLANNERS)
-def test_every_action_of_every_schedule_reads_back(name, heads, pass_):
-    made = Problem(make_sharding("zigzag", 8), even_domains(8, 2), True, *heads)
-    schedule = make_schedule(plan(name, made), pass_)
-    for rank in range(8):
-        program = schedule.program(rank)
-        assert tuple(parse_action(str(action)) for action in program) == program
+def test_every_action_of_every_schedule_reads_back(name, direction):
+    for mask in (CAUSAL, Mask(9, 2)):
+        sharding, domains = make_sharding("contiguous", 8, 64), even_domains(8, 2)
+        if name == "dist_flash" and mask != CAUSAL:
+            continue
+        made = cut_problem(name, sharding, domains, mask, num_heads=8, num_kv_heads=8)
+        for schedule in make_schedules(plan(name, made), direction):
+            for rank in range(8):
+                program = schedule.program(rank)
+                assert tuple(parse_action(str(action)) for action in program) == program
 
 
 def test_a_printed_program_reads_back_past_comments():
-    made = Problem(make_sharding("zigzag", 2), even_domains(2, 1))
-    schedule = make_schedule(plan("ring", made), FORWARD)
+    made = Problem(make_sharding("zigzag", 2, 8), even_domains(2, 1))
+    (schedule,) = make_schedules(plan("ring", made), "forward")
     whole = format_schedule(schedule).split("# rank ")
     assert parse_program(whole[2].splitlines()[1:]) == schedule.program(1)
 
@@ -44,6 +47,8 @@ def test_a_printed_program_reads_back_past_comments():
         ("free z3", "'z3' is not a piece"),
         ("free q1 q2", "free takes one piece, but has 2"),
         ("wait 1", "'1' is not STEP.ORDER"),
+        ("attend q1 kv2 band 3", "'3' is not LOWEST:HIGHEST"),
+        ("attend q1 q2 kv2 band 0:3", "a band is of one block"),
         ("", "unknown action ''"),
     ],
 )

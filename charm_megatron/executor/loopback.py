@@ -1,0 +1,268 @@
+"""All ranks of a group in one process: transfers are copies, and every rank's program advances in turn.
+
+For tests, debugging and measuring on a CPU or on one GPU. *Rendezvous* is the strictest transport there is: a
+transfer happens when both ends have posted it, and a rank works through its posts in one ordered queue, a whole
+post at a time. *Buffered* lets a sender go on at once.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from charm_megatron.errors import ScheduleFault
+from charm_megatron.executor.attention import AttentionCall, Phases
+from charm_megatron.executor.parcels import BufferPool
+from charm_megatron.executor.run import ProgramRun, rank_plan
+from charm_megatron.executor.transport import Transfer
+from charm_megatron.kernels import BlockKernel
+from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.wire import WireFormat
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A post: what has not been matched yet."""
+
+    sends: list[Transfer]
+    recvs: list[Transfer]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.sends and not self.recvs
+
+
+class LoopbackNetwork:
+    """The transfers between the ranks of one process."""
+
+    def __init__(self, num_ranks: int, *, is_buffered: bool = False):
+        self.is_buffered = is_buffered
+        self.queues: list[deque[_Flight]] = [deque() for _ in range(num_ranks)]
+        self.open: list[list[_Flight]] = [[] for _ in range(num_ranks)]
+        self._mail: dict[tuple[int, int], deque[Tensor]] = {}
+
+    def transport(self, rank: int) -> "LoopbackTransport":
+        """The transport of one rank."""
+        return LoopbackTransport(self, rank)
+
+    def post(self, rank: int, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
+        for peer, _ in (*sends, *recvs):
+            if not 0 <= peer < len(self.queues) or peer == rank:
+                raise ScheduleFault(f"rank {rank} has no peer {peer}")
+        tensors = tuple(x for _, x in (*sends, *recvs))
+        if self.is_buffered:
+            for peer, x in sends:
+                self._mail.setdefault((rank, peer), deque()).append(x.clone())
+            sends = ()
+        flight = _Flight(list(sends), list(recvs), tensors)
+        self.queues[rank].append(flight)
+        self.open[rank].append(flight)
+        return flight
+
+    def advance(self) -> bool:
+        """Does every transfer that can be done; says whether there was any."""
+        moved = False
+        for rank, queue in enumerate(self.queues):
+            if queue:
+                moved |= self._receive_mail(rank) if self.is_buffered else self._meet(rank)
+            while queue and queue[0].is_done:
+                queue.popleft()
+                moved = True
+        return moved
+
+    def _receive_mail(self, rank: int) -> bool:
+        moved = False
+        flight = self.queues[rank][0]
+        for transfer in list(flight.recvs):
+            mail = self._mail.get((transfer[0], rank))
+            if mail:
+                _copy(mail.popleft(), transfer[1])
+                _remove(flight.recvs, transfer)
+                moved = True
+        return moved
+
+    def _meet(self, src: int) -> bool:
+        """Moves what the post at the head of `src`'s queue sends to posts at the heads of other queues."""
+        moved = False
+        out = self.queues[src][0]
+        for transfer in list(out.sends):
+            dst, data = transfer
+            into = self.queues[dst][0] if self.queues[dst] else None
+            waiting = [recv for recv in into.recvs if recv[0] == src] if into else []
+            if into and waiting:
+                _copy(data, waiting[0][1])
+                _remove(out.sends, transfer)
+                _remove(into.recvs, waiting[0])
+                moved = True
+        return moved
+
+
+def _copy(data: Tensor, into: Tensor) -> None:
+    if data.numel() != into.numel():
+        raise ScheduleFault(f"a message has {data.numel()} bytes where {into.numel()} are expected")
+    into.copy_(data)
+
+
+def _remove(transfers: list[Transfer], gone: Transfer) -> None:
+    """By identity: tensors have no usable equality."""
+    del transfers[next(i for i, transfer in enumerate(transfers) if transfer is gone)]
+
+
+@dataclass
+class LoopbackTransport:
+    """One rank's end of a `LoopbackNetwork`."""
+
+    network: LoopbackNetwork
+    rank: int
+    num_bytes_sent: int = 0
+
+    def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
+        self.num_bytes_sent += sum(x.numel() for _, x in sends)
+        return self.network.post(self.rank, sends, recvs)
+
+    def wait(self, handle: object) -> None:
+        assert isinstance(handle, _Flight)
+        assert handle.is_done, "waits for a transfer that nobody drives; use run_together"
+        self.network.open[self.rank].remove(handle)
+
+
+class GuardedPool(BufferPool):
+    """A pool that refuses a buffer which its rank is still sending or receiving, and spoils what is given back."""
+
+    def __init__(self, device: torch.device, network: LoopbackNetwork, rank: int):
+        super().__init__(device)
+        self.network, self.rank = network, rank
+
+    def give(self, buffer: Tensor) -> None:
+        storage = buffer.untyped_storage().data_ptr()
+        for flight in self.network.open[self.rank]:
+            if any(x.untyped_storage().data_ptr() == storage for x in flight.tensors):
+                raise ScheduleFault(f"rank {self.rank} frees a buffer that is still in a transfer")
+        buffer.fill_(0xFF)  # NaN in every floating-point dtype
+        super().give(buffer)
+
+
+def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
+    """Runs the programs of all ranks to their ends. Raises `ScheduleFault` when none can go on."""
+    moved = True
+    while moved:
+        moved = network.advance()
+        for run in runs:
+            while not run.is_finished and _may_step(run):
+                run.step()
+                moved = True
+    stuck = [rank for rank, run in enumerate(runs) if not run.is_finished]
+    if stuck:
+        raise ScheduleFault(f"deadlock: ranks {stuck} wait for transfers that nobody posts")
+    if any(network.queues):
+        raise ScheduleFault("transfers are left that nobody has matched")
+    for run in runs:
+        run.close()
+
+
+def _may_step(run: ProgramRun) -> bool:
+    handle = run.waits_for
+    return not isinstance(handle, _Flight) or handle.is_done
+
+
+def run_phases_together[Result](phases: Sequence[Phases[Result]], network: LoopbackNetwork) -> list[Result]:
+    """`run_phases` for all ranks of a group at once."""
+    while True:
+        runs, results = [], []
+        for rank_phases in phases:
+            try:
+                runs.append(next(rank_phases))
+            except StopIteration as end:
+                results.append(end.value)
+        if results:
+            assert not runs, "ranks have different numbers of phases"
+            return results
+        run_together(runs, network)
+
+
+@dataclass(frozen=True)
+class LoopbackResult:
+    """What attention over the whole sequence gave, in sequence order, and the bytes that each rank sent."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    num_bytes_sent: tuple[int, ...]
+
+
+class LoopbackGroup:
+    """A whole context-parallel group in one process."""
+
+    def __init__(
+        self,
+        forward: Sequence[Schedule],
+        backward: Sequence[Schedule],
+        wire: WireFormat,
+        kernel: BlockKernel,
+        *,
+        softmax_scale: float,
+        device: torch.device | None = None,
+        is_buffered: bool = False,
+    ):
+        device = device or torch.device("cpu")
+        size = wire.problem.cp_size
+        self.sharding = wire.problem.sharding
+        self.network = LoopbackNetwork(size, is_buffered=is_buffered)
+        self.transports = [self.network.transport(rank) for rank in range(size)]
+        self.calls = [
+            AttentionCall(
+                rank=rank,
+                forward_plans=tuple(rank_plan(schedule, rank) for schedule in forward),
+                backward_plans=tuple(rank_plan(schedule, rank) for schedule in backward),
+                wire=wire,
+                kernel=kernel,
+                transport=self.transports[rank],
+                pool=GuardedPool(device, self.network, rank),
+                softmax_scale=softmax_scale,
+            )
+            for rank in range(size)
+        ]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> LoopbackResult:
+        """Forward and backward over whole tensors [seq, b, heads, width].
+
+        Raises `ScheduleFault` on a deadlock, and whatever a wrong program runs into.
+        """
+        shards = [self._shards(x) for x in (q, k, v, dout)]
+        qs, ks, vs, douts = shards
+        results = run_phases_together(
+            [call.forward_phases(*x) for call, *x in zip(self.calls, qs, ks, vs, strict=True)], self.network
+        )
+        grads = run_phases_together(
+            [
+                call.backward_phases(*x, result)
+                for call, *x, result in zip(self.calls, douts, qs, ks, vs, results, strict=True)
+            ],
+            self.network,
+        )
+        dq, dk, dv = (self._join([grad[i] for grad in grads]) for i in range(3))
+        return LoopbackResult(
+            self._join([result.out for result in results]),
+            self._join([result.lse for result in results]),
+            dq,
+            dk,
+            dv,
+            tuple(transport.num_bytes_sent for transport in self.transports),
+        )
+
+    def _tokens(self, rank: int) -> Tensor:
+        return torch.tensor(self.sharding.tokens_of(rank))
+
+    def _shards(self, x: Tensor) -> list[Tensor]:
+        return [x[self._tokens(rank).to(x.device)] for rank in range(len(self.calls))]
+
+    def _join(self, shards: Sequence[Tensor]) -> Tensor:
+        whole = torch.empty_like(torch.cat(list(shards)))
+        for rank, shard in enumerate(shards):
+            whole[self._tokens(rank).to(whole.device)] = shard
+        return whole

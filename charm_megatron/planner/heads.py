@@ -1,0 +1,121 @@
+"""Heads are dealt out: an all-to-all gives each rank of a group some heads of all the group's tokens.
+
+* `ulysses`: the group is all ranks; nothing else is sent (arXiv:2309.14509).
+* `hierarchical`: the group is a domain, and KV of the dealt heads goes round a ring of the domains (arXiv:2405.07719).
+* `hierarchical_ring_inside`: the group is the same-index ranks of all domains, and the ring is inside each domain.
+
+With fewer KV heads than ranks in a group a KV head goes to every rank whose query heads read it.
+"""
+
+from collections.abc import Sequence
+from math import lcm
+
+import numpy as np
+
+from charm_megatron.errors import PlanError
+from charm_megatron.planner.common import Row, Shape, divisors, equal_domains, listing
+from charm_megatron.schedule.decisions import (
+    Decisions,
+    IntArray,
+    Method,
+    Problem,
+    Routes,
+    one_phase,
+    shard_routes,
+)
+from charm_megatron.topology import Domains
+
+Groups = Sequence[Sequence[int]]
+"""`groups[g][i]`: heads are dealt out among the ranks of groups[g]; KV goes from groups[g][i] to groups[g + 1][i]."""
+
+
+def ulysses(problem: Problem) -> Method:
+    """Every rank computes its heads of the whole sequence. Raises `PlanError` where heads are not cut for it."""
+    return _deal("ulysses", problem, [range(problem.cp_size)])
+
+
+def hierarchical(problem: Problem) -> Method:
+    """Heads dealt out inside domains, a ring across. Raises `PlanError` for unequal domains or uncut heads."""
+    return _deal("hierarchical", problem, equal_domains("hierarchical", problem.domains, "ring"))
+
+
+def hierarchical_ring_inside(problem: Problem) -> Method:
+    """Heads dealt out across domains, a ring inside. Raises `PlanError` for unequal domains or uncut heads."""
+    name = "hierarchical_ring_inside"
+    members = equal_domains(name, problem.domains, "ring")
+    return _deal(name, problem, list(zip(*members, strict=True)))
+
+
+def ulysses_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+    """Heads for all ranks."""
+    return _shape("ulysses", domains.cp_size, num_heads, num_kv_heads)
+
+
+def hierarchical_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+    """Heads for the ranks of a domain."""
+    members = equal_domains("hierarchical", domains, "ring")
+    return _shape("hierarchical", len(members[0]), num_heads, num_kv_heads)
+
+
+def hierarchical_ring_inside_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+    """Heads for one rank of each domain."""
+    members = equal_domains("hierarchical_ring_inside", domains, "ring")
+    return _shape("hierarchical_ring_inside", len(members), num_heads, num_kv_heads)
+
+
+def _shape(name: str, ways: int, num_heads: int, num_kv_heads: int) -> Shape:
+    """The fewest head groups by which `ways` ranks get equally many query heads and no KV head that they do not read.
+
+    Each rank's KV heads are whole groups where `ways` divides their number; otherwise some heads are read by two
+    ranks, and every KV head is a group.
+    """
+    if num_heads % ways:
+        raise PlanError(
+            f"{name} deals query heads out to {ways} ranks, but {num_heads} heads do not divide by {ways}; they "
+            f"would by {listing(divisors(num_heads))}, and ring takes any number of heads"
+        )
+    kv_head_groups = num_kv_heads if num_kv_heads % ways else ways
+    return Shape(lcm(ways, kv_head_groups), kv_head_groups)
+
+
+def _deal(name: str, problem: Problem, groups: Groups) -> Method:
+    ways = len(groups[0])
+    if problem.q_head_groups % ways:
+        raise PlanError(
+            f"{name} deals query heads out to {ways} ranks, but the problem has {problem.q_head_groups} query head "
+            f"groups; a multiple of {ways} would work"
+        )
+    q_heads = np.arange(problem.q_head_groups)
+    dealt_to = q_heads * ways // problem.q_head_groups
+    routes: list[Routes] = []
+    for i in range(ways):
+        mine = q_heads[dealt_to == i]
+        read = np.unique(problem.kv_head_of(mine))
+        routes += shard_routes(problem, "q", _all_to_all(groups, i), heads=mine.tolist())
+        routes += shard_routes(problem, "kv", _all_to_all(groups, i), heads=read.tolist())
+        routes += shard_routes(problem, "kv", _rings(groups, i), heads=read.tolist())
+    owner = _owner(problem, groups, dealt_to)
+    return one_phase(Decisions(name, problem, owner, tuple(routes)))
+
+
+def _all_to_all(groups: Groups, i: int) -> list[Row]:
+    """From every rank to the one of its group with index i."""
+    return [(rank, (rank, ranks[i]), (0,)) for ranks in groups for rank in ranks if rank != ranks[i]]
+
+
+def _rings(groups: Groups, i: int) -> list[Row]:
+    """From there round the ranks with index i of all groups."""
+    return [
+        (rank, [groups[(g + s) % len(groups)][i] for s in range(len(groups))], range(1, len(groups)))
+        for g, ranks in enumerate(groups)
+        for rank in ranks
+    ]
+
+
+def _owner(problem: Problem, groups: Groups, dealt_to: IntArray) -> IntArray:
+    """A block is computed in its query's group, by the rank to which its head is dealt."""
+    by_rank = np.zeros((problem.cp_size, len(dealt_to)), dtype=np.int64)
+    for ranks in groups:
+        by_rank[list(ranks)] = np.asarray(ranks)[dealt_to]
+    shape = (problem.num_chunks, problem.num_chunks, problem.q_head_groups)
+    return np.broadcast_to(by_rank[problem.home][:, None, :], shape)

@@ -1,0 +1,191 @@
+"""The checker and the executor agree on thousands of schedules, nearly all of them wrong."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from charm_megatron.errors import ScheduleFault
+from charm_megatron.executor.attention import ForwardResult
+from charm_megatron.executor.loopback import LoopbackGroup, run_phases_together
+from charm_megatron.executor.run import RankPlan
+from charm_megatron.kernels import ReferenceKernel
+from charm_megatron.planner import cut_problem, plan
+from charm_megatron.schedule.actions import Accumulate, Attend, Free, Key, Post, Wait
+from charm_megatron.schedule.check import check_programs
+from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.wire import make_wire_format
+from charm_megatron.sharding import make_sharding
+from charm_megatron.topology import even_domains
+from charm_megatron.workload import CAUSAL, NO_MASK, Workload
+from tests.full_attention import full_attention, relative_error
+
+pytestmark = pytest.mark.torch
+
+NUM_MUTANTS_EACH = 450
+HEADS, HEAD_DIM = 2, 4
+
+CASES = [
+    ("ring", 1, 3, "contiguous", NO_MASK),
+    ("ring", 1, 2, "zigzag", CAUSAL),
+    ("rm_plus", 1, 4, "contiguous", NO_MASK),
+    ("charm", 2, 2, "zigzag", CAUSAL),
+    ("charm_per_domain", 2, 2, "contiguous", NO_MASK),
+    ("ulysses", 1, 2, "zigzag", CAUSAL),
+]
+
+
+class Subject:
+    """One phase of one schedule, and what it must give."""
+
+    def __init__(self, name, num_domains, per_domain, layout, mask, direction):
+        size = num_domains * per_domain
+        sharding = make_sharding(layout, size, 4 * size, mask.documents)
+        domains = even_domains(size, num_domains)
+        self.problem = cut_problem(name, sharding, domains, mask, num_heads=HEADS, num_kv_heads=HEADS)
+        method = plan(name, self.problem)
+        workload = Workload(1, 4 * size, HEADS, HEADS, HEAD_DIM, HEAD_DIM, "float64", mask)
+        self.wire = make_wire_format(workload, self.problem)
+        self.direction, self.size = direction, size
+        (self.forward,) = make_schedules(method, "forward")
+        (self.backward,) = make_schedules(method, "backward")
+        self.schedule = self.forward if direction == "forward" else self.backward
+        self.programs = [self.schedule.program(rank) for rank in range(size)]
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = [
+            torch.randn(4 * size, 1, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+            for _ in range(4)
+        ]
+        q, k, v, dout = self.inputs
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = full_attention(*leaves, mask)
+        self.out, self.lse = out.detach(), lse.detach()
+        self.grads = torch.autograd.grad(out, leaves, dout)
+
+    def check(self, programs):
+        """The checker's verdict."""
+        try:
+            check_programs("mutant", self.problem, self.schedule.pass_, programs)
+        except ScheduleFault:
+            return False
+        return True
+
+    def execute(self, programs):
+        """The verdict of running it: it ends, leaves nothing behind, and gives full attention."""
+        group = LoopbackGroup(
+            [self.forward], [self.backward], self.wire, ReferenceKernel(), softmax_scale=HEAD_DIM**-0.5
+        )
+        plans = [(RankPlan(self.schedule.pass_, program, tuple(map(str, program))),) for program in programs]
+        field = f"{self.direction}_plans"
+        calls = [replace(call, **{field: plan_}) for call, plan_ in zip(group.calls, plans, strict=True)]
+        try:
+            errors = self._run(group, calls)
+        except (ScheduleFault, AssertionError, KeyError, RuntimeError, ValueError, IndexError):
+            return False
+        return max(errors) < 1e-9  # False for NaN too
+
+    def _run(self, group, calls):
+        q, k, v, dout = (
+            [x[list(group.sharding.tokens_of(r))] for r in range(self.size)] for x in self.inputs
+        )
+        if self.direction == "forward":
+            phases = [c.forward_phases(*x) for c, *x in zip(calls, q, k, v, strict=True)]
+            results = run_phases_together(phases, group.network)
+            got = ([r.out for r in results], [r.lse for r in results])
+            wanted = (self.out, self.lse)
+        else:
+            known = [
+                ForwardResult(self.out[list(tokens)], self.lse[list(tokens)], {})
+                for tokens in (group.sharding.tokens_of(r) for r in range(self.size))
+            ]
+            phases = [c.backward_phases(*x) for c, *x in zip(calls, dout, q, k, v, known, strict=True)]
+            results = run_phases_together(phases, group.network)
+            got = zip(*results, strict=True)
+            wanted = self.grads
+        tokens = [list(group.sharding.tokens_of(r)) for r in range(self.size)]
+        return [
+            max(relative_error(shard, whole[at]) for shard, at in zip(shards, tokens, strict=True))
+            for shards, whole in zip(got, wanted, strict=True)
+        ]
+
+
+def mutate(programs, problem, chance):
+    """Changes one thing on one rank; gives the kind of change and the programs."""
+    rank = chance.randrange(len(programs))
+    program = list(programs[rank])
+    at = chance.randrange(len(program))
+    kind = chance.choice(["drop", "duplicate", "swap", "swap", "retarget", "retarget"])
+    if kind == "drop":
+        del program[at]
+    elif kind == "duplicate":
+        program.insert(chance.randrange(len(program) + 1), program[at])
+    elif kind == "swap":
+        other = min(at + 1, len(program) - 1) if chance.random() < 0.5 else chance.randrange(len(program))
+        program[at], program[other] = program[other], program[at]
+    else:
+        program[at] = retarget(program[at], problem, chance)
+    return kind, [tuple(program) if r == rank else programs[r] for r in range(len(programs))]
+
+
+def retarget(action, problem, chance):
+    """The same action on something else."""
+    match action:
+        case Wait(key):
+            return Wait(Key(key.step + chance.choice([-1, 1]), key.order))
+        case Free(name):
+            return Free(other_piece(name, problem, chance))
+        case Accumulate(name):
+            return Accumulate(other_piece(name, problem, chance))
+        case Attend(q, kv, causal, band):
+            what = chance.choice(["q", "kv", "mask", "fewer"])
+            if what == "q":
+                return Attend((other_piece(q[0], problem, chance), *q[1:]), kv, causal, band)
+            if what == "kv":
+                return Attend(q, (other_piece(kv[0], problem, chance), *kv[1:]), causal, band)
+            if what == "mask":
+                return Attend(q, kv, not causal, band)
+            return Attend(q[1:] or q, kv, causal, band)
+        case Post(key, sends, recvs):
+            what = chance.choice(["peer", "piece", "fewer", "side"])
+            side = list(sends if chance.random() < 0.5 and sends else recvs or sends)
+            is_sends = tuple(side) == sends
+            i = chance.randrange(len(side))
+            if what == "peer":
+                side[i] = side[i]._replace(peer=chance.randrange(problem.cp_size))
+            elif what == "piece":
+                names = side[i].names
+                side[i] = side[i]._replace(names=(other_piece(names[0], problem, chance), *names[1:]))
+            elif what == "fewer":
+                del side[i]
+            else:
+                side.reverse()
+            return Post(key, tuple(side), recvs) if is_sends else Post(key, sends, tuple(side))
+
+
+def other_piece(name, problem, chance):
+    return name._replace(chunk=chance.randrange(problem.num_chunks))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
+def test_a_mutant_passes_the_checker_exactly_when_it_runs_and_gives_full_attention(case, direction):
+    subject = Subject(*case, direction)
+    assert subject.check(subject.programs)
+    assert subject.execute(subject.programs)
+    chance = random.Random(f"{case[0]} {direction}")
+    verdicts = Counter()
+    for _ in range(NUM_MUTANTS_EACH):
+        kind, programs = mutate(subject.programs, subject.problem, chance)
+        checked, executed = subject.check(programs), subject.execute(programs)
+        changed = [
+            f"rank {r}: {a}"
+            for r, (old, new) in enumerate(zip(subject.programs, programs, strict=True))
+            if old != new
+            for a in new
+        ]
+        assert checked == executed, f"{kind}: checker {checked}, execution {executed}\n" + "\n".join(changed)
+        verdicts[checked] += 1
+    assert verdicts[True] > 0
+    assert verdicts[False] > NUM_MUTANTS_EACH / 2
