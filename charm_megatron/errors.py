@@ -34,7 +34,14 @@ class WorkloadError(InvalidInput):
 
 
 class ScheduleFault(CharmError, ValueError):
-    """A schedule is wrong; the message names the rank, the action and the piece of its first fault."""
+    """A schedule is wrong; the message names the rank, the action and the piece of its first fault.
+
+    `rank` and `step` say where, as far as that is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, step: int | None = None):
+        super().__init__(message)
+        self.rank, self.step = rank, step
 
 
 class ScheduleSyntaxError(InvalidInput):

@@ -34,11 +34,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Sharding:
-    """`home[i]` is the rank that holds `chunks[i]`. A rank's shard is its chunks in this order."""
+    """`home[i]` is the rank that holds `chunks[i]`. A rank's shard is its chunks in this order.
+
+    `parts` says into how many pieces the layout's own chunks were cut, see `refine`.
+    """
 
     layout: str
     home: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    parts: int = 1
 
     @property
     def num_chunks(self) -> int:
@@ -165,6 +169,8 @@ def refine(sharding: Sharding, parts: int) -> Sharding:
 
     A chunk of fewer tokens is cut into single ones.
     """
+    if parts == 1:
+        return sharding
     home, chunks = [], []
     for rank, chunk in zip(sharding.home, sharding.chunks, strict=True):
         bounds = sorted({chunk.length * part // parts for part in range(parts + 1)})
@@ -172,4 +178,4 @@ def refine(sharding: Sharding, parts: int) -> Sharding:
             home.append(rank)
             start = chunk.start + first * chunk.stride
             chunks.append(Chunk(start, stop - first, chunk.stride, chunk.document))
-    return Sharding(sharding.layout, tuple(home), tuple(chunks))
+    return Sharding(sharding.layout, tuple(home), tuple(chunks), sharding.parts * parts)

@@ -47,7 +47,7 @@ class Band(NamedTuple):
             cut = max(0, last - first + 1)
             return whole * num_columns + cut * (num_columns + bound) - (first + last) * cut // 2
 
-        return at_most(self.hi) - at_most(self.lo - 1)
+        return max(0, at_most(self.hi) - at_most(self.lo - 1))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ Nothing heavy is imported before a subcommand needs it, so that `--help` answers
 """
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +11,11 @@ from typing import Annotated
 import typer
 
 from charm_megatron import __version__
-from charm_megatron.errors import CharmError, InvalidInput
-
-EXIT_FAILURE, EXIT_INVALID_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+from charm_megatron.cli import bench
+from charm_megatron.cli.check import check_command
+from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
+from charm_megatron.cli.plan import plan_command
+from charm_megatron.errors import InvalidInput
 
 app = typer.Typer(
     name="charm-megatron",
@@ -60,7 +59,7 @@ def pretrain(
 
     Starts its ranks itself, unless RANK and WORLD_SIZE say that it is one of torchrun's or srun's.
     """
-    with _errors_as_sentences():
+    with errors_as_sentences():
         from rich.console import Console
 
         from charm_megatron.config import load_run_config
@@ -82,21 +81,6 @@ def pretrain(
             print_summary(console, summary)
 
 
-@contextmanager
-def _errors_as_sentences() -> Iterator[None]:
-    """Ends the command with a sentence on stderr and an exit code, never with a traceback."""
-    try:
-        yield
-    except InvalidInput as error:
-        _complain(f"error: {' '.join(str(error).split())}")
-        raise typer.Exit(EXIT_INVALID_INPUT) from error
-    except CharmError as error:
-        _complain(f"error: {error}")
-        raise typer.Exit(EXIT_FAILURE) from error
-    except KeyboardInterrupt as error:
-        _complain("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from error
-
-
-def _complain(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+app.command("plan")(ends_in_sentences(plan_command))
+app.command("check")(ends_in_sentences(check_command))
+app.add_typer(bench.app, name="bench")

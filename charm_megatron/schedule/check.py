@@ -27,10 +27,14 @@ from charm_megatron.schedule.actions import (
     Wait,
 )
 from charm_megatron.schedule.decisions import Problem
+from charm_megatron.schedule.grid import format_grid
 from charm_megatron.schedule.passes import CARGOS, Cargo, Pass
 from charm_megatron.schedule.program import reads, received
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.schedule.text import excerpt
+
+GRID_AROUND = 1
+"""Steps and ranks to either side of a fault that its message shows."""
 
 Value = int | None
 """What a name holds: None for an operand; for a result a bit for each block that has been added to it."""
@@ -80,9 +84,17 @@ class _Rank:
 
 
 def check_schedule(schedule: Schedule) -> CheckReport:
-    """Checks all ranks of `schedule`; raises `ScheduleFault` at the first fault."""
+    """Checks all ranks of `schedule`; raises `ScheduleFault` at the first fault, with the grid around it."""
     programs = [schedule.program(rank) for rank in range(schedule.cp_size)]
-    return check_programs(schedule.name, schedule.problem, schedule.pass_, programs)
+    try:
+        return check_programs(schedule.name, schedule.problem, schedule.pass_, programs)
+    except ScheduleFault as fault:
+        if fault.rank is None or fault.step is None:
+            raise
+        steps = range(fault.step - GRID_AROUND, fault.step + GRID_AROUND + 1)
+        ranks = range(fault.rank - GRID_AROUND, fault.rank + GRID_AROUND + 1)
+        grid = format_grid(schedule, steps, ranks)
+        raise ScheduleFault(f"{fault}\n\n{grid}", fault.rank, fault.step) from fault
 
 
 def check_programs(name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]) -> CheckReport:
@@ -134,9 +146,12 @@ class _Machine:
         state = self.ranks[rank]
         at = state.position
         action = str(state.program[at]) if at < len(state.program) else "end of program"
+        posted = [past.key.step for past in state.program[: at + 1] if isinstance(past, Post)]
         raise ScheduleFault(
             f"{self.name} {self.pass_.name}, rank {rank}, action {at} ({action}): {why}\n"
-            f"{excerpt(state.program, at)}"
+            f"{excerpt(state.program, at)}",
+            rank,
+            posted[-1] if posted else 0,
         )
 
     # ------------------------------------------------------------------ one rank's actions
@@ -364,7 +379,7 @@ class _Machine:
     def _check_end(self) -> None:
         problem = self.problem
         for rank, state in enumerate(self.ranks):
-            if state.queue and not state.flights:
+            if state.queue or state.flights:
                 self._fault(rank, "ends with transfers not waited for")
         expected = int(problem.unmasked.sum()) * problem.q_head_groups
         if len(self.done) != expected:

@@ -2,7 +2,7 @@
 
     {"format": "charm-megatron schedule", "version": 1, "name": "ring",
      "problem": {"layout": "contiguous", "cp_size": 2, "seq_len": 64, "mask": "none", "domain_of": [0, 0],
-                 "q_head_groups": 1, "kv_head_groups": 1},
+                 "q_head_groups": 1, "kv_head_groups": 1, "chunk_parts": 1},
      "options": {"depth": 1, "fuse": true},
      "phases": [{"pass": "forward", "programs": [["post 0.0 | send 1 kv0 | recv 1 kv1", ..], ..]}, ..]}
 
@@ -23,7 +23,7 @@ from charm_megatron.schedule.passes import PASSES
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_program
-from charm_megatron.sharding import make_sharding
+from charm_megatron.sharding import make_sharding, refine
 from charm_megatron.topology import Domains
 from charm_megatron.workload import parse_mask
 
@@ -43,10 +43,12 @@ class _Problem(_Model):
     domain_of: list[int]
     q_head_groups: int = Field(1, ge=1)
     kv_head_groups: int = Field(1, ge=1)
+    chunk_parts: int = Field(1, ge=1)
 
     def build(self) -> Problem:
         mask = parse_mask(self.mask)
-        sharding = make_sharding(self.layout, self.cp_size, self.seq_len, mask.documents)
+        layout = make_sharding(self.layout, self.cp_size, self.seq_len, mask.documents)
+        sharding = refine(layout, self.chunk_parts)
         return Problem(
             sharding, Domains(tuple(self.domain_of)), mask, self.q_head_groups, self.kv_head_groups
         )
@@ -99,6 +101,7 @@ def to_json(name: str, schedules: Sequence[Schedule]) -> dict[str, Any]:
             "domain_of": list(problem.domains.domain_of),
             "q_head_groups": problem.q_head_groups,
             "kv_head_groups": problem.kv_head_groups,
+            "chunk_parts": problem.sharding.parts,
         },
         "options": {"depth": options.depth, "fuse": options.fuse},
         "phases": [

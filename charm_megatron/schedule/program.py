@@ -221,7 +221,9 @@ def add_waits(body: list[Action], schedule: "Schedule", rank: int) -> list[Actio
     for action in body:
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
-            due |= {key for key in open_keys if key in to_free and key.step < action.key.step - schedule.depth}
+            due |= {
+                key for key in open_keys if key in to_free and key.step < action.key.step - schedule.depth
+            }
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):

@@ -96,12 +96,19 @@ def block_flops(schedule: Schedule, wire: WireFormat) -> npt.NDArray[np.float64]
 
 
 def num_pairs(problem: Problem, q: IntArray, kv: IntArray) -> IntArray:
-    """Unmasked elements of each block (q[i], kv[i]); equal blocks are counted once."""
-    lo, hi = problem.bands
-    kinds = np.stack([lo[q, kv], hi[q, kv], problem.lengths[q], problem.lengths[kv]])
-    distinct, of_block = np.unique(kinds, axis=1, return_inverse=True)
-    counts = [Band(low, high).num_pairs(rows, columns) for low, high, rows, columns in distinct.T.tolist()]
-    pairs: IntArray = np.asarray(counts, dtype=np.int64)[of_block.reshape(-1)] if counts else q * 0
+    """Unmasked elements of each block (q[i], kv[i]). Most blocks are full; of the others, equal ones count once."""
+    lo, hi, rows, columns = (
+        *(bound[q, kv] for bound in problem.bands),
+        problem.lengths[q],
+        problem.lengths[kv],
+    )
+    pairs = rows * columns
+    cut = np.nonzero((lo > 1 - columns) | (hi < rows - 1))[0]
+    if len(cut):
+        kinds = np.stack([column[cut] for column in (lo, hi, rows, columns)])
+        distinct, of_block = np.unique(kinds, axis=1, return_inverse=True)
+        counts = [Band(low, high).num_pairs(a, b) for low, high, a, b in distinct.T.tolist()]
+        pairs[cut] = np.asarray(counts, dtype=np.int64)[of_block.reshape(-1)]
     return pairs
 
 
@@ -117,8 +124,8 @@ def longest_chain(schedule: Schedule) -> int:
     """
     problem, hops, cargos = schedule.problem, schedule.hops, schedule.pass_.cargos
     arrived = {cargo.name: _zeros(schedule, cargo) for cargo in cargos}
-    is_result = np.asarray([cargo.is_result for cargo in cargos])[hops.cargo]
-    _lengthen(schedule, arrived, np.nonzero(~is_result)[0])
+    is_result = np.asarray([int(cargo.is_result) for cargo in cargos], dtype=np.int64)[hops.cargo]
+    _lengthen(schedule, arrived, np.nonzero(is_result == 0)[0])
     blocks, pass_ = schedule.blocks, schedule.pass_
     q_piece = blocks.q * problem.q_head_groups + blocks.head
     kv_head = problem.kv_head_of(blocks.head)
@@ -131,7 +138,7 @@ def longest_chain(schedule: Schedule) -> int:
     for up, piece in ((pass_.q_up, q_piece), (pass_.kv_up, kv_piece)):
         if up:
             np.maximum.at(arrived[up.name], piece * size + blocks.rank, of_block)
-    _lengthen(schedule, arrived, np.nonzero(is_result)[0])
+    _lengthen(schedule, arrived, np.nonzero(is_result == 1)[0])
     return max(int(state.max(initial=0)) for state in arrived.values()) if len(hops.step) else 0
 
 

@@ -8,6 +8,7 @@ free. Not modelled: that computing and sending disturb each other, merging, laun
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Literal
 
 from charm_megatron.errors import ScheduleFault
@@ -76,7 +77,8 @@ class _Clockwork:
         self.schedule, self.wire, self.cost = schedule, wire, cost
         self.ranks = [_Rank(schedule.program(rank)) for rank in range(schedule.cp_size)]
         self.half_posted: dict[tuple[int, int, Key, int], tuple[Message, float]] = {}
-        self.ready: list[_Transfer] = []
+        self.ready: list[tuple[float, int, _Transfer]] = []  # a heap by earliest start
+        self.num_ready = 0
         self.free_s: dict[tuple[int, bool, str], float] = defaultdict(float)  # (rank, crosses, direction)
         self.spans: list[Span] = []
 
@@ -85,9 +87,12 @@ class _Clockwork:
             self._advance(rank)
         while self.ready:
             # Whoever waits goes on no earlier than the earliest start, so nothing can come before it.
-            transfer = min(self.ready, key=self._start_s)
-            self.ready.remove(transfer)
-            self._transfer(transfer)
+            start_s, number, transfer = heappop(self.ready)
+            now_s = self._start_s(transfer)
+            if now_s > start_s:  # another transfer has taken its link in the meantime
+                heappush(self.ready, (now_s, number, transfer))
+            else:
+                self._transfer(transfer)
         for rank, state in enumerate(self.ranks):
             if state.position < len(state.program):
                 action = state.program[state.position]
@@ -128,7 +133,9 @@ class _Clockwork:
                 if pair in self.half_posted:
                     other, posted_s = self.half_posted.pop(pair)
                     sent = message if is_send else other
-                    self.ready.append(_Transfer(src, dst, post.key, sent, max(posted_s, state.now_s)))
+                    transfer = _Transfer(src, dst, post.key, sent, max(posted_s, state.now_s))
+                    heappush(self.ready, (self._start_s(transfer), self.num_ready, transfer))
+                    self.num_ready += 1
                 else:
                     self.half_posted[pair] = message, state.now_s
 

@@ -8,6 +8,7 @@ from charm_megatron.schedule.check import check_programs, check_schedule
 from charm_megatron.schedule.decisions import Decisions, Problem, owner_by_homes, shard_routes
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.schedule.schedule import make_schedule, make_schedules
+from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_action, parse_program
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
@@ -135,6 +136,26 @@ def test_the_message_shows_rank_action_and_surroundings():
         check(PAIR[0], PAIR[1].replace("wait 0.0", ""))
     assert "by hand forward, rank 1, action 2 (attend q1 kv0): kv0 is not here yet" in str(caught.value)
     assert "-->    2 attend q1 kv0" in str(caught.value)
+
+
+def test_the_fault_of_a_whole_schedule_shows_the_grid_around_it():
+    (schedule,) = make_schedules(
+        plan("ring", Problem(make_sharding("contiguous", 6, 12), even_domains(6, 1))), "forward"
+    )
+    programs = [schedule.program(rank) for rank in range(6)]
+    programs[4] = tuple(a for a in programs[4] if str(a) != "attend q4 kv2")
+    broken = written_schedule("broken", schedule.problem, FORWARD, programs)
+    with pytest.raises(ScheduleFault, match="blocks are never computed"):
+        check_schedule(broken)
+    programs[4] = tuple(a for a in schedule.program(4) if str(a) != "wait 1.0")
+    broken = written_schedule("broken", schedule.problem, FORWARD, programs)
+    with pytest.raises(ScheduleFault) as caught:
+        check_schedule(broken)
+    assert caught.value.rank == 4
+    message = str(caught.value)
+    assert "broken forward, rank 4" in message
+    assert "rank 3" in message.split("\n\n")[1]
+    assert "rank 0" not in message.split("\n\n")[1]
 
 
 def test_a_missing_program_is_found():

@@ -1,0 +1,72 @@
+"""How long planning and checking take as groups grow: the plan must be ready before the first step of a job."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from charm_megatron.planner import cut_problem, plan
+from charm_megatron.schedule.check import check_schedule
+from charm_megatron.schedule.check_tables import check_tables
+from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.sharding import make_sharding
+from charm_megatron.topology import even_domains
+
+RANKS_PER_NODE = 8
+HEADS = 8
+LARGEST_PROGRAM_CHECK = 128
+"""Groups up to this size are also checked by running all programs."""
+
+
+@dataclass(frozen=True)
+class PlanningTime:
+    """Seconds for both passes of one schedule. `program_s`: one rank's actions; `check_s`: all programs, if run."""
+
+    schedule: str
+    cp_size: int
+    num_hops: int
+    plan_s: float
+    program_s: float
+    check_tables_s: float
+    check_s: float | None
+
+    @property
+    def ready_s(self) -> float:
+        """What one rank needs before its first step."""
+        return self.plan_s + self.program_s
+
+
+def measure_planning(names: Sequence[str], sizes: Sequence[int]) -> Iterator[PlanningTime]:
+    """Causal zigzag, 8 ranks a domain, once each."""
+    for name in names:
+        for size in sizes:
+            yield _measure(name, size)
+
+
+def _measure(name: str, size: int) -> PlanningTime:
+    domains = even_domains(size, max(1, size // RANKS_PER_NODE))
+    started = time.perf_counter()
+    sharding = make_sharding("zigzag", size, 8 * size)
+    problem = cut_problem(name, sharding, domains, num_heads=HEADS, num_kv_heads=HEADS)
+    method = plan(name, problem)
+    schedules = [phase for way in ("forward", "backward") for phase in make_schedules(method, way)]
+    planned = time.perf_counter()
+    for schedule in schedules:
+        schedule.program(size // 2)
+    programmed = time.perf_counter()
+    for schedule in schedules:
+        check_tables(schedule)
+    proved = time.perf_counter()
+    check_s = None
+    if size <= LARGEST_PROGRAM_CHECK:
+        for schedule in schedules:
+            check_schedule(schedule)
+        check_s = time.perf_counter() - proved
+    return PlanningTime(
+        name,
+        size,
+        sum(len(schedule.hops.step) for schedule in schedules),
+        planned - started,
+        programmed - planned,
+        proved - programmed,
+        check_s,
+    )

@@ -1,0 +1,45 @@
+"""How a command ends: a sentence on stderr and an exit code, never a traceback."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+import typer
+
+from charm_megatron.errors import CharmError, InvalidInput
+
+EXIT_FAILURE, EXIT_INVALID_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def ends_in_sentences[**Arguments, Result](
+    command: Callable[Arguments, Result],
+) -> Callable[Arguments, Result]:
+    """The same command, whose errors are sentences."""
+
+    @wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with errors_as_sentences():
+            return command(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """2 for bad input, in one line; 1 for what went wrong on the way; 130 for an interruption."""
+    try:
+        yield
+    except InvalidInput as error:
+        _complain(f"error: {' '.join(str(error).split())}")
+        raise typer.Exit(EXIT_INVALID_INPUT) from error
+    except CharmError as error:
+        _complain(f"error: {error}")
+        raise typer.Exit(EXIT_FAILURE) from error
+    except KeyboardInterrupt as error:
+        _complain("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _complain(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
