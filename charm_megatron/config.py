@@ -84,6 +84,19 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
     Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
     value of the wrong type.
     """
+    data = read_mapping(path)
+    for override in overrides or []:
+        _apply(data, override)
+    return parse_run_config(data, str(path))
+
+
+def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
+    """Validates a mapping; `source` names it in error messages."""
+    return parse_section(RunConfig, data, source)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The YAML mapping in a file. Raises `ConfigError` when there is none."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -92,17 +105,15 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
         raise ConfigError(f"configuration {path} is not YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"configuration {path} is not a mapping of sections but {type(data).__name__}")
-    for override in overrides or []:
-        _apply(data, override)
-    return parse_run_config(data, str(path))
+    return data
 
 
-def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
-    """Validates a mapping; `source` names it in error messages."""
+def parse_section[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:
+    """Validates a mapping as `model`; `source` names it in error messages. Raises `ConfigError`."""
     try:
-        return RunConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+        raise ConfigError(f"{source}: {_first_problem(error, model)}") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -124,17 +135,20 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = (str(part) for part in problem["loc"])
-        return f"unknown key {where!r}{nearest(key, _known_keys(parents))}"
+        return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
+    if problem["type"] == "missing":
+        return f"key {where!r} is missing"
+    if problem["type"] == "value_error":  # raised by one of our own validators: a sentence already
+        return problem["msg"].removeprefix("Value error, ")
     return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
 
 
-def _known_keys(parents: list[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
     for parent in parents:
         inner = model.model_fields[parent].annotation
         if get_origin(inner) in (types.UnionType,):

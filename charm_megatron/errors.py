@@ -60,6 +60,10 @@ class LaunchError(CharmError, RuntimeError):
     """A rank of a job failed; the message says which one and where its log is."""
 
 
+class NetworkFault(CharmError, RuntimeError):
+    """A test network could not be made or removed; the message holds the command and what it said."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known word closest to `word`, or the list of all known ones."""
     known = sorted(known)
