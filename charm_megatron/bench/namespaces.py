@@ -1,7 +1,7 @@
 """Network namespaces of this package: made, entered, found and removed. All of it needs root.
 
 A namespace is ours if its name begins with `PREFIX` *and* its loopback device bears a mark, which says who made it.
-Nothing else is ever changed. Standard library only: the watchdog imports this module.
+Nothing else is ever changed.
 """
 
 import os
@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
+from charm_megatron.bench.network_commands import remove_namespace
 from charm_megatron.errors import InvalidInput, NetworkFault
 
 PREFIX = "charmtb-"
@@ -27,7 +27,8 @@ END_S = 5.0
 
 TRIAL = """
 ip link add trial0 type veth peer name trial1 && tc qdisc add dev trial0 root handle 1: htb &&
-tc filter add dev trial0 parent 1: protocol ip u32 match u32 0 0 flowid 1:1 && ip link add trial2 type ifb
+tc filter add dev trial0 parent 1: protocol ip u32 match u32 0 0 flowid 1:1 && ip link add trial2 type ifb &&
+echo 262144 > /proc/sys/net/ipv4/tcp_limit_output_bytes
 """
 
 
@@ -90,7 +91,6 @@ class Mark:
 # ---------------------------------------------------------------------- whether it works here
 
 
-@cache
 def why_unavailable() -> str | None:
     """What keeps this process from making test networks, in words; None if nothing does."""
     if os.geteuid() != 0:
@@ -98,7 +98,9 @@ def why_unavailable() -> str | None:
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             return f"the command {tool!r} is missing; Debian and Ubuntu have it in the package {package}"
-    trial = subprocess.run(["unshare", "--net", "sh", "-c", TRIAL], capture_output=True, text=True, check=False)
+    trial = subprocess.run(
+        ["unshare", "--net", "sh", "-c", TRIAL], capture_output=True, text=True, check=False
+    )
     if trial.returncode:
         return f"the kernel refuses: {' '.join(trial.stderr.split())}"
     return None
@@ -132,7 +134,7 @@ def execute(commands: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread, and the sockets that it makes, are in the namespace; other threads stay where they are."""
+    """Puts the calling thread, and the sockets that it makes, into the namespace; other threads stay out."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -185,7 +187,10 @@ def _mark_of(name: str) -> Mark | None:
 
 
 def networks() -> dict[str, Mark]:
-    """Our networks by name: a namespace is `<network>-switch` or `<network>-r<rank>`."""
+    """Our networks by name: a namespace is `<network>-switch` or `<network>-r<rank>`.
+
+    The mark is the switch's, as its name sorts last; a network without one was not finished.
+    """
     return {name.rpartition("-")[0]: mark for name, mark in marked().items()}
 
 
@@ -196,7 +201,7 @@ def remove_networks(names: Iterable[str]) -> list[str]:
     end_processes(ours)
     for name in ours:
         with suppress(NetworkFault):  # another process may be removing it too
-            execute([("ip", "netns", "delete", name)])
+            execute([remove_namespace(name)])
     left = sorted(set(ours) & set(marked()))
     if left:
         raise NetworkFault(f"cannot remove the namespaces {', '.join(left)}")

@@ -78,12 +78,13 @@ class Profile(Section):
     def links(self, src: int, dst: int) -> tuple[Link, ...]:
         """All that a transfer passes, in order. The slowest of them by load bounds a schedule's time from below."""
         here, there = self.domain(src), self.domain(dst)
+        shared: list[Link] = []
         bus = [Link(f"bus of domain {here}", self.inside_bytes_per_s)] if self.bus == "domain" else []
         if here == there:
-            rate, side, shared = self.inside_bytes_per_s, "inside", []
+            rate, side = self.inside_bytes_per_s, "inside"
         else:
             assert self.across_bytes_per_s is not None, "several domains have a rate between them"
-            rate, side, shared = self.across_bytes_per_s, "across", []
+            rate, side = self.across_bytes_per_s, "across"
             if self.nic == "domain":
                 shared = [
                     Link(f"domain {here} sends across", rate),
@@ -96,19 +97,19 @@ class Profile(Section):
 def fair_rates(transfers: Sequence[Sequence[Link]]) -> list[float]:
     """Bytes per second of each of some endless transfers at once: max-min fair, by filling links up step by step."""
     rates: dict[int, float] = {}
+    users: dict[Link, list[int]] = {}
+    for index, links in enumerate(transfers):
+        for link in links:
+            users.setdefault(link, []).append(index)
     while len(rates) < len(transfers):
-        open_links = {
-            link for index, links in enumerate(transfers) if index not in rates for link in links
-        }
-
-        def share(link: Link) -> float:
-            users = [index for index, links in enumerate(transfers) if link in links]
-            taken = sum(rates[index] for index in users if index in rates)
-            return (link.bytes_per_s - taken) / sum(index not in rates for index in users)
-
-        tightest = min(sorted(open_links, key=lambda link: link.name), key=share)
-        rate = share(tightest)
-        rates |= {i: rate for i, links in enumerate(transfers) if i not in rates and tightest in links}
+        shares = {}
+        for link, of in users.items():
+            waiting = sum(index not in rates for index in of)
+            if waiting:
+                taken = sum(rates[index] for index in of if index in rates)
+                shares[link] = (link.bytes_per_s - taken) / waiting
+        tightest = min(shares, key=shares.__getitem__)
+        rates |= {index: shares[tightest] for index in users[tightest] if index not in rates}
     return [rates[index] for index in range(len(transfers))]
 
 

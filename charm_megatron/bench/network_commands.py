@@ -5,7 +5,7 @@
 
 * A rank's `eth0` shapes what it sends, the port `r<k>` what it receives: an HTB class inside the domain, one across.
   The domain of the other end is read from its address. Queues are long and nothing is dropped; a sender is held back
-  by its socket, which stays charged for what waits in a queue of this machine.
+  by its socket, which stays charged for what waits in a queue of this machine, up to `SOCKET_QUEUE_BYTES`.
 * What ranks share is an `ifb` device: their ports redirect to it what enters (`send<d>`) or leaves (`recv<d>`), and it
   goes on where it was after the shared HTB class.
 * The route fixes Reno and a large first window: without loss Reno never slows down, so that neither slow start nor a
@@ -28,9 +28,18 @@ WIRE_PER_PAYLOAD = (MTU + ETHERNET_BYTES) / (MTU - TCP_IP_BYTES)
 
 FIRST_WINDOW = 1000  # segments
 QUEUE_BYTES = 64_000_000
-BURST_S, MIN_BURST_BYTES = 0.002, 32_000
+SOCKET_QUEUE_BYTES = 32_768
+"""Of one connection, in the queues of this machine. The kernel's 4 MiB would keep what is posted later, also gloo's
+notice that a receiver is ready, waiting behind whole transfers."""
+WINDOW_BYTES = 8_388_608
+"""Where a receiver's window begins, so that data arrives also while the receiving process waits for a core."""
+MAX_WINDOW_BYTES = 33_554_432
+
+BURST_S, MIN_BURST_BYTES = 0.0005, 9_014
 """Credit of an idle class. It must cover the lateness of the kernel's timers, or the rate is not reached."""
-QUANTUM_BYTES = 65_536  # one packet as the kernel passes it on
+LARGEST_PACKET_BYTES = 32_768
+"""As the kernel passes packets on. One goes as soon as there is any credit, so that it adds to the burst."""
+QUANTUM_BYTES = LARGEST_PACKET_BYTES
 INSIDE, ACROSS = "1:10", "1:20"
 
 
@@ -47,6 +56,10 @@ class Names:
     def rank(self, rank: int) -> str:
         return f"{self.network}-r{rank}"
 
+    def all(self, profile: Profile) -> tuple[str, ...]:
+        """The switch last: its mark stands for the network's."""
+        return (*map(self.rank, range(profile.num_ranks)), self.switch)
+
 
 def port(rank: int) -> str:
     """The switch's end of a rank's cable."""
@@ -62,13 +75,19 @@ def create_namespace(name: str, mark: str) -> Argv:
     return ("unshare", "--net", "sh", "-c", script, "sh", mark, name)
 
 
+def mark_namespace(name: str, mark: str) -> Argv:
+    """Changes the mark."""
+    return ("ip", "-n", name, "link", "set", "lo", "alias", mark)
+
+
 def remove_namespace(name: str) -> Argv:
+    """Its devices, and the other ends of its cables, go with it."""
     return ("ip", "netns", "delete", name)
 
 
 def up_commands(profile: Profile, names: Names, mark: str) -> Iterator[Argv]:
     """Makes the network; in order."""
-    for name in (names.switch, *map(names.rank, range(profile.num_ranks))):
+    for name in names.all(profile):
         yield create_namespace(name, mark)
     yield _ip(names.switch, "link add bridge mtu", MTU, "type bridge mcast_snooping 0")
     yield _ip(names.switch, "link set bridge up")
@@ -90,10 +109,12 @@ def _cable(profile: Profile, names: Names, rank: int) -> Iterator[Argv]:
     cable = f"link add {name} mtu {MTU} type veth peer name eth0 mtu {MTU}"
     yield _ip(switch, cable, "netns", own)
     yield _ip(switch, f"link set {name} master bridge up")
-    yield _ip(own, "link set eth0 up")
+    yield _ip(own, f"link set eth0 up gso_max_size {LARGEST_PACKET_BYTES}")
     yield _ip(own, f"addr add {profile.address(rank)}/32 dev eth0")
     route = f"route add 10.77.0.0/16 dev eth0 src {profile.address(rank)}"
     yield _ip(own, route, f"congctl reno initcwnd {FIRST_WINDOW} initrwnd {FIRST_WINDOW}")
+    yield _setting(own, "tcp_limit_output_bytes", SOCKET_QUEUE_BYTES)
+    yield _setting(own, "tcp_rmem", f"4096 {WINDOW_BYTES} {MAX_WINDOW_BYTES}")
 
 
 def _shape_rank(profile: Profile, names: Names, rank: int) -> Iterator[Argv]:
@@ -199,6 +220,12 @@ def _hook(device: str, way: str, order: int, end: str) -> str:
 def _prefix(profile: Profile, rank: int) -> str:
     """The addresses of a rank's own domain."""
     return f"10.77.{profile.domain(rank)}.0/24"
+
+
+def _setting(namespace: str, name: str, value: str | int) -> Argv:
+    """Of TCP, in a namespace."""
+    script = 'echo "$1" > "/proc/sys/net/ipv4/$2"'
+    return exec_command(namespace, ("sh", "-c", script, "sh", str(value), name))
 
 
 def _ip(namespace: str, *words: str | int) -> Argv:

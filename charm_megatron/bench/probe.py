@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from charm_megatron.bench.network import Profile, fair_rates
-from charm_megatron.bench.testbed import Testbed
+from charm_megatron.bench.testbed import Network
 
 PORT = 29400
 PIECE_BYTES = 1 << 20
@@ -65,11 +65,11 @@ def expected(profile: Profile, pairs: Sequence[Pair]) -> tuple[float, ...]:
     return tuple(fair_rates([profile.links(*pair) for pair in pairs]))
 
 
-def probe(testbed: Testbed, seconds: float, scene: Scene) -> Probe:
+def probe(network: Network, seconds: float, scene: Scene) -> Probe:
     """Sends without end, and counts what arrives for `seconds` after a warm-up."""
     with ExitStack() as stack:
-        ends = [_connect(testbed, stack, src, dst, PORT + i) for i, (src, dst) in enumerate(scene.pairs)]
-        testbed.reset_counters()
+        ends = [_connect(network, stack, src, dst, PORT + i) for i, (src, dst) in enumerate(scene.pairs)]
+        network.reset_counters()
         sent, got = [0] * len(ends), [0] * len(ends)
         threads = [_start(_send, i, ends[i][0], sent) for i in range(len(ends))]
         threads += [_start(_receive, i, ends[i][1], got) for i in range(len(ends))]
@@ -83,19 +83,19 @@ def probe(testbed: Testbed, seconds: float, scene: Scene) -> Probe:
                 sender.shutdown(socket.SHUT_WR)  # what is queued still arrives
             for thread in threads:
                 thread.join()
-        counted = sum(testbed.all_payload_bytes())
+        counted = sum(network.all_payload_bytes())
     took_s = ended_s - started_s
     rates = tuple((new - old) / took_s for new, old in zip(after, before, strict=True))
-    return Probe(scene, expected(testbed.profile, scene.pairs), rates, counted / max(1, sum(got)))
+    return Probe(scene, expected(network.profile, scene.pairs), rates, counted / max(1, sum(got)))
 
 
 def _connect(
-    testbed: Testbed, stack: ExitStack, src: int, dst: int, port: int
+    network: Network, stack: ExitStack, src: int, dst: int, port: int
 ) -> tuple[socket.socket, socket.socket]:
-    address = (testbed.profile.address(dst), port)
-    with testbed.entered(dst):
+    address = (network.profile.address(dst), port)
+    with network.entered(dst):
         listener = stack.enter_context(socket.create_server(address))
-    with testbed.entered(src):
+    with network.entered(src):
         sender = stack.enter_context(socket.create_connection(address, timeout=10))
     receiver = stack.enter_context(listener.accept()[0])
     sender.settimeout(None)

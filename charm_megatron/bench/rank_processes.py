@@ -32,7 +32,9 @@ class RankOutput:
 class _Running:
     """A process, and the threads that read its two pipes."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], on_line: OnLine | None, lock: threading.Lock):
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], on_line: OnLine | None, lock: threading.Lock
+    ):
         self.rank, self.process = rank, process
         self.lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
         self.failed_at_s: float | None = None
@@ -40,7 +42,9 @@ class _Running:
         assert process.stdout is not None, "started with pipes"
         assert process.stderr is not None, "started with pipes"
         pipes = {"stdout": process.stdout, "stderr": process.stderr}
-        self._readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes.items()]
+        self._readers = [
+            threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes.items()
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -79,8 +83,8 @@ def run_processes(
     running: list[_Running] = []
     lock = threading.Lock()
     try:
-        for rank in ranks:
-            running.append(_Running(rank, start(rank), on_line, lock))
+        # extend() keeps those that were started when a later one fails to start.
+        running.extend(_Running(rank, start(rank), on_line, lock) for rank in ranks)
         late = _wait(running, timeout_s)
     finally:
         for one in running:

@@ -4,7 +4,8 @@
         net.run_ranks(lambda rank: [sys.executable, "rank.py"])
         net.payload_bytes(0)
 
-It is removed, with all processes in it, when the block ends or when this process dies in whatever way.
+It is removed, with all processes in it, when the block ends or when this process dies in whatever way. `kept` has
+networks that stay.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,56 +25,31 @@ from charm_megatron.bench.namespaces import (
     Owner,
     execute,
     inside,
-    networks,
     received,
     remove_networks,
     remove_stale,
     require_available,
 )
 from charm_megatron.bench.network import Profile
-from charm_megatron.bench.network_commands import HEADER_BYTES, Names, exec_command, port, up_commands
+from charm_megatron.bench.network_commands import (
+    HEADER_BYTES,
+    Names,
+    exec_command,
+    port,
+    up_commands,
+)
 from charm_megatron.bench.rank_processes import OnLine, RankOutput, run_processes
-from charm_megatron.errors import InvalidInput
 
 MASTER_PORT = 29500
 """Any will do: a rank has all ports of its address to itself."""
 
 
-class Testbed:
-    """A test network of this process; `attach` gives one that `charm-megatron testbed up` has left."""
+class Network:
+    """A test network that is there."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self.names = Names(f"{PREFIX}{profile.name}-{secrets.token_hex(3)}")
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._zero = dict.fromkeys(range(profile.num_ranks), 0)
-
-    def __enter__(self) -> Self:
-        """Raises `InvalidInput` without root or tools, `NetworkFault` where a command fails."""
-        require_available()
-        remove_stale()
-        owner = Owner.this_process()
-        self._watchdog = _start_watchdog(self.names.network, owner)
-        try:
-            _make(self.profile, self.names, owner)
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        remove_networks([self.names.network])
-        if self._watchdog is not None:
-            self._watchdog.kill()
-            self._watchdog.wait()
-            self._watchdog = None
-
-    # ------------------------------------------------------------------ ranks
+    def __init__(self, profile: Profile, names: Names) -> None:
+        self.profile, self.names = profile, names
+        self._zero = [0] * profile.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -121,7 +98,7 @@ class Testbed:
 
         return run_processes(start, ranks or range(self.num_ranks), timeout_s, on_line)
 
-    def entered(self, rank: int) -> Any:
+    def entered(self, rank: int) -> AbstractContextManager[None]:
         """Context in which sockets that this thread makes are the rank's."""
         return inside(self.names.rank(rank))
 
@@ -129,78 +106,60 @@ class Testbed:
 
     def payload_bytes(self, rank: int) -> int:
         """TCP payload that a rank has sent since the counters were reset."""
-        return self._sent()[rank] - self._zero[rank]
+        return self.all_payload_bytes()[rank]
 
     def all_payload_bytes(self) -> list[int]:
         """The same of every rank, read at one time."""
-        return [sent - self._zero[rank] for rank, sent in enumerate(self._sent())]
+        return [sent - zero for sent, zero in zip(self._sent(), self._zero, strict=True)]
 
     def reset_counters(self) -> None:
         """Counts from now on."""
-        self._zero = dict(enumerate(self._sent()))
+        self._zero = self._sent()
 
     def _sent(self) -> list[int]:
         """Bytes at the switch's end of each cable, less one Ethernet, IP and TCP header for each packet counted.
 
-        The kernel cuts large packets only where a real card does, that is never here: it counts up to 64 KB with one
-        header. A packet without payload, as acknowledgements are, comes to zero; connection set-up, with
-        more options, to a few bytes; ARP to less than nothing. What is sent again would count again, but nothing is
-        lost here.
+        Large packets are cut into frames only by a real card, never here, so that what is counted has one set of
+        headers however long it is. A packet without payload, as an acknowledgement is, comes to zero; one that sets
+        up a connection has more options and comes to a few bytes, one of ARP to less than nothing, one of IPv6 to
+        some 24. What is sent again would count again, but nothing is lost here.
         """
         devices = received(self.names.switch)
         counted = [devices[port(rank)] for rank in range(self.num_ranks)]
         return [one.num_bytes - HEADER_BYTES * one.num_packets for one in counted]
 
 
-# ---------------------------------------------------------------------- networks that stay
+class Testbed(Network):
+    """A test network of this process."""
 
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile, Names(f"{PREFIX}{profile.name}-{secrets.token_hex(3)}"))
+        self._watchdog: subprocess.Popen[bytes] | None = None
 
-def kept_name(profile_name: str) -> str:
-    """Name of the network that `up` makes; of a profile there is at most one."""
-    return f"{PREFIX}{profile_name}"
+    def __enter__(self) -> Self:
+        """Raises `InvalidInput` without root or tools, `NetworkFault` where a command fails."""
+        require_available()
+        remove_stale()
+        owner = Owner.this_process()
+        self._watchdog = _start_watchdog(self.names.network, owner)
+        try:
+            make(self.profile, self.names, owner)
+        except BaseException:
+            self._remove()
+            raise
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
 
-def bring_up(profile: Profile) -> bool:
-    """Makes a network that stays until `take_down`; false where it is there already.
-
-    Raises `InvalidInput` where one of the same name but another shape is there.
-    """
-    require_available()
-    remove_stale()
-    names = Names(kept_name(profile.name))
-    there = networks().get(names.network)
-    if there is not None:
-        _check_same(profile, there)
-        return False
-    try:
-        _make(profile, names, None)
-    except BaseException:
-        remove_networks([names.network])
-        raise
-    return True
-
-
-def take_down(profile_name: str | None = None) -> list[str]:
-    """Removes the kept network of a profile, or all kept ones, and what dead processes have left. Says which."""
-    require_available()
-    kept = [name for name, mark in networks().items() if mark.owner is None]
-    wanted = kept if profile_name is None else [kept_name(profile_name)]
-    return [*remove_networks(wanted), *remove_stale()]
-
-
-def attach(profile: Profile) -> Testbed:
-    """The kept network of a profile. Raises `InvalidInput` where there is none, or one of another shape."""
-    require_available()
-    name = kept_name(profile.name)
-    there = networks().get(name)
-    if there is None:
-        raise InvalidInput(
-            f"the test network {profile.name} is not up; `charm-megatron testbed up {profile.name}` makes it"
-        )
-    _check_same(profile, there)
-    testbed = Testbed(profile)
-    testbed.names = Names(name)
-    return testbed
+    def _remove(self) -> None:
+        remove_networks([self.names.network])
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.wait()
+            self._watchdog = None
 
 
 def digest(profile: Profile) -> str:
@@ -208,15 +167,8 @@ def digest(profile: Profile) -> str:
     return hashlib.sha256(profile.model_dump_json().encode()).hexdigest()[:12]
 
 
-def _check_same(profile: Profile, there: Mark) -> None:
-    if there.digest != digest(profile):
-        raise InvalidInput(
-            f"a test network {profile.name} of another shape is up; "
-            f"`charm-megatron testbed down {profile.name}` removes it"
-        )
-
-
-def _make(profile: Profile, names: Names, owner: Owner | None) -> None:
+def make(profile: Profile, names: Names, owner: Owner) -> None:
+    """Makes a network that is this owner's; what a failure leaves is the caller's to remove."""
     mark = Mark(profile.name, digest(profile), owner)
     execute(up_commands(profile, names, str(mark)))
 

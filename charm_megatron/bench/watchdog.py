@@ -7,16 +7,21 @@ Should it be killed as well, the next `up` or `down` of anyone removes what is l
 import os
 import select
 import sys
+import time
 
-from charm_megatron.bench.namespaces import Owner, networks, remove_networks
+from charm_megatron.bench.namespaces import Owner, remove_networks
+
+NUM_ROUNDS, ROUND_S = 3, 0.3
+"""A command that the owner had started may still add to the network after its end."""
 
 
 def main() -> None:
     """Waits for the end of the owner."""
     network, pid, start = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     wait_for_end(Owner(pid, start))
-    if network in networks():
+    for _ in range(NUM_ROUNDS):
         remove_networks([network])
+        time.sleep(ROUND_S)
 
 
 def wait_for_end(owner: Owner) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from charm_megatron import __version__
-from charm_megatron.cli import bench
+from charm_megatron.cli import bench, testbed
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
 from charm_megatron.cli.plan import plan_command
@@ -84,3 +84,4 @@ def pretrain(
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
 app.add_typer(bench.app, name="bench")
+app.add_typer(testbed.app, name="testbed")
