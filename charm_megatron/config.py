@@ -48,6 +48,10 @@ class CharmConfig(Section):
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
     deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+    strict: bool = Field(
+        False,
+        description="Refuse what this attention does not do, where Transformer Engine could do it instead.",
+    )
 
 
 class LaunchConfig(Section):
@@ -84,6 +88,26 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
     Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
     value of the wrong type.
     """
+    data = _read_mapping(path, "sections")
+    for override in overrides or []:
+        _apply(data, override)
+    return parse_run_config(data, str(path))
+
+
+def load_charm_config(path: Path) -> CharmConfig:
+    """Reads a YAML file with the keys of section `charm`, for programs that are configured by something else.
+
+    Raises `ConfigError` as `load_run_config` does.
+    """
+    return _parse(CharmConfig, _read_mapping(path, "settings"), str(path))
+
+
+def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
+    """Validates a mapping; `source` names it in error messages."""
+    return _parse(RunConfig, data, source)
+
+
+def _read_mapping(path: Path, content: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -91,18 +115,15 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration {path} is not a mapping of sections but {type(data).__name__}")
-    for override in overrides or []:
-        _apply(data, override)
-    return parse_run_config(data, str(path))
+        raise ConfigError(f"configuration {path} is not a mapping of {content} but {type(data).__name__}")
+    return data
 
 
-def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
-    """Validates a mapping; `source` names it in error messages."""
+def _parse[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:
     try:
-        return RunConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+        raise ConfigError(f"{source}: {_first_problem(model, error)}") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -124,17 +145,17 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(model: type[Section], error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = (str(part) for part in problem["loc"])
-        return f"unknown key {where!r}{nearest(key, _known_keys(parents))}"
+        return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
     return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
 
 
-def _known_keys(parents: list[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(root: type[Section], parents: list[str]) -> list[str]:
+    model: type[BaseModel] = root
     for parent in parents:
         inner = model.model_fields[parent].annotation
         if get_origin(inner) in (types.UnionType,):

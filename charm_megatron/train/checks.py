@@ -38,7 +38,7 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
     import torch
 
     from charm_megatron.executor.runtime import plan_schedules
-    from charm_megatron.mcore.attention import check_supported
+    from charm_megatron.mcore.limits import Layer, check_supported
     from charm_megatron.train.device import stand_in_for_cuda
     from charm_megatron.train.job import attention_workload
 
@@ -54,7 +54,7 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
         domains = _domains(config, args.context_parallel_size)
         plan_schedules(config.charm, domains, attention_workload(args), "zigzag")
         for layer_number in range(1, args.num_layers + 1):
-            check_supported(transformer, layer_number)
+            check_supported(Layer(transformer, layer_number))
     iters = args.train_iters or args.train_samples // args.global_batch_size
     return JobFacts(tuple(argv), iters)
 
