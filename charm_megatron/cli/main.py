@@ -103,7 +103,8 @@ def launch(
         from charm_megatron.mcore.launcher import run_script
 
         config = load_charm_config(charm_config) if charm_config else CharmConfig()
-        run_script(script, arguments or [], config, typer.echo)
+        is_first = os.environ.get("RANK", "0") == "0"
+        run_script(script, arguments or [], config, typer.echo if is_first else None)
 
 
 app.command("plan")(ends_in_sentences(plan_command))

@@ -83,7 +83,9 @@ def _dotted(release: Release) -> str:
 
 
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
-TE_INSTALL_HINT = f"pip install 'transformer-engine[pytorch]<{_dotted(FIRST_UNKNOWN_TE)}' installs one for the present torch"
+TE_INSTALL_HINT = (
+    f"pip install 'transformer-engine[pytorch]<{_dotted(FIRST_UNKNOWN_TE)}' installs one that works"
+)
 
 
 def megatron_te() -> Any:

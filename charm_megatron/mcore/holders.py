@@ -25,19 +25,22 @@ def find_holders(cls: type[Any]) -> list[Holder]:
             if value is cls:
                 found.append(Holder(where, partial(setattr, module, name)))
             elif _is_spec(value):
-                found += _in_spec(value, where, cls, seen)
+                found += holders_in_spec(value, where, cls, seen)
     return found
 
 
 def _is_spec(value: Any) -> bool:
-    """Megatron's `ModuleSpec`, and its dataclasses of submodules, of whichever version."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    name = type(value).__name__
-    return name == "ModuleSpec" or name.endswith("Submodules")
+    """Megatron's `ModuleSpec`, and its dataclasses of submodules, of whichever version.
+
+    By `type` alone: `isinstance` asks the object too, and some that modules hold warn then, or import.
+    """
+    cls = type(value)
+    return (cls.__name__ == "ModuleSpec" or cls.__name__.endswith("Submodules")) and dataclasses.is_dataclass(
+        cls
+    )
 
 
-def _in_spec(value: Any, where: str, cls: type[Any], seen: set[int]) -> Iterator[Holder]:
+def holders_in_spec(value: Any, where: str, cls: type[Any], seen: set[int]) -> Iterator[Holder]:
     """The places inside a spec, its submodules, parameters and lists, at any depth."""
     if id(value) in seen:
         return
@@ -47,7 +50,7 @@ def _in_spec(value: Any, where: str, cls: type[Any], seen: set[int]) -> Iterator
         if item is cls:
             yield Holder(inner, replace)
         else:
-            yield from _in_spec(item, inner, cls, seen)
+            yield from holders_in_spec(item, inner, cls, seen)
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:

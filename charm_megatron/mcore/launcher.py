@@ -17,10 +17,11 @@ from charm_megatron.mcore.compat import require_megatron, wheel_repairs
 from charm_megatron.mcore.shared import Notices, Say, SplitAttention
 
 
-def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say: Say) -> None:
+def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say: Say | None) -> None:
     """Runs `script` as Python would, `arguments` its command line; layers with cp_comm_type "charm" are ours.
 
     For one rank, in its own process: torchrun or srun starts as many. What the script raises comes through.
+    `say` gets what was installed, the receipt, and what is left to Transformer Engine.
     """
     if not script.is_file():
         raise InvalidInput(

@@ -22,18 +22,19 @@ CONFIG_VARIABLE = "CHARM_CONFIG"
 
 
 @functools.cache
-def install_for_good() -> Any:
+def install_for_good() -> ExitStack:
     """Installs the attention modules until the process ends; the second call does nothing.
 
-    Gives what `charm_attention_installed` does.
+    What it gives must be kept, as the cache does: the modules go with it.
     """
     from charm_megatron.executor import AttentionRuntime
     from charm_megatron.mcore.install import charm_attention_installed
 
     path = os.environ.get(CONFIG_VARIABLE)
     config = load_charm_config(Path(path)) if path else CharmConfig()
-    stack = ExitStack()  # never closed
-    return stack.enter_context(charm_attention_installed(SplitAttention(AttentionRuntime(config), Notices())))
+    stack = ExitStack()
+    stack.enter_context(charm_attention_installed(SplitAttention(AttentionRuntime(config), Notices())))
+    return stack
 
 
 def with_charm[**P, Spec](make_spec: Callable[P, Spec]) -> Callable[P, Spec]:

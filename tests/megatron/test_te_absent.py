@@ -2,6 +2,7 @@
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,9 +15,9 @@ from charm_megatron.mcore.te_attention import te_core_attention_class
 pytestmark = pytest.mark.megatron
 
 
-def extension(**parts: object) -> mock._patch[object]:
+def extension(**parts: object) -> Any:
     """Stands in for Megatron's module of Transformer Engine classes."""
-    return mock.patch.object(compat, "import_module", lambda name: SimpleNamespace(**parts))
+    return mock.patch.object(compat, "import_module", return_value=SimpleNamespace(**parts))
 
 
 def test_without_transformer_engine_the_class_is_not_made_from_a_mock() -> None:
@@ -45,7 +46,7 @@ def test_a_transformer_engine_that_megatron_could_not_import_is_named() -> None:
     with (
         extension(HAVE_TE=False, TEDotProductAttention=object()),
         mock.patch.object(compat, "find_spec", return_value=object()),
-        pytest.raises(InvalidInput, match="Megatron could not import transformer_engine.pytorch"),
+        pytest.raises(InvalidInput, match=r"Megatron could not import transformer_engine\.pytorch"),
     ):
         compat.megatron_te()
 
@@ -61,5 +62,5 @@ def test_a_version_that_was_not_tried_is_refused(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.17.1+4329ff84", "2.20.2"])
 def test_versions_in_the_range_are_taken(version: str) -> None:
-    with extension(HAVE_TE=True, TEDotProductAttention=object, get_te_version=lambda: version) as _:
+    with extension(HAVE_TE=True, TEDotProductAttention=object, get_te_version=lambda: version):
         assert compat.megatron_te() is not None

@@ -11,7 +11,7 @@ from transformer_engine.pytorch.constants import CPLoadBalancingStrategy as Stra
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
-from tests.te.layers import HEAD_DIM, HEADS, STOCK, Built, FakeGroup, Values
+from tests.te.layers import HEAD_DIM, HEADS, Built, FakeGroup, Stock, Values
 
 pytestmark = pytest.mark.te
 
@@ -51,15 +51,15 @@ def signature(cls: type[Any], method: str) -> Values:
 
 def test_the_class_is_a_subclass_of_the_real_one() -> None:
     cls = Built().cls
-    assert isinstance(STOCK, type)
-    assert issubclass(cls, STOCK)
-    assert cls is not STOCK
+    assert isinstance(Stock.cls, type)
+    assert issubclass(cls, Stock.cls)
+    assert cls is not Stock.cls
 
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
 def test_signatures_are_those_of_both_versions_of_megatron(method: str) -> None:
     ours = signature(Built().cls, method)
-    assert list(ours.items()) == list(signature(STOCK, method).items())
+    assert list(ours.items()) == list(signature(Stock.cls, method).items())
     assert list(ours.items()) == list(SIGNATURES_0_16_1[method].items())
 
 
@@ -67,7 +67,7 @@ def test_set_context_parallel_group_takes_what_transformer_engine_does() -> None
     """Newer versions take more, which is passed on by name."""
     *ours, (others, _) = signature(Built().cls, "set_context_parallel_group").items()
     assert others == "others"
-    assert ours == list(signature(STOCK, "set_context_parallel_group").items())[: len(ours)]
+    assert ours == list(signature(Stock.cls, "set_context_parallel_group").items())[: len(ours)]
 
 
 def test_a_split_other_than_the_zigzag_is_refused() -> None:
