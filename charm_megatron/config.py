@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+)
 
 from charm_megatron.errors import ConfigError, nearest
 
@@ -23,14 +31,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+DomainFile = Annotated[str, StringConstraints(pattern=r"\.ya?ml$")]
+
+
 class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
-    domains: Literal["hosts"] | PositiveInt = Field(
+    domains: Literal["hosts", "numa"] | PositiveInt | DomainFile = Field(
         "hosts",
-        description="How the ranks of a context-parallel group fall into domains of fast links: one per "
-        "host, or this many of equal size, so that one machine can stand for several.",
+        description="How the ranks of a context-parallel group fall into domains of fast links: one a host, one "
+        "a NUMA node of a host, this many of equal size (so that one machine can stand for several), or as a "
+        "YAML file lists hosts.",
     )
     kernel: Literal["auto", "reference", "torch"] = Field(
         "auto", description="Implementation of attention over one block."

@@ -1,12 +1,14 @@
 """Checks of a configuration before anything is started, and the facts of a job that follow from it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.topology.domain_file import load_groups
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
 from charm_megatron.train.flags import RESUME
@@ -117,6 +119,13 @@ def _check_layout(config: RunConfig, args: Any) -> None:
 
 
 def _domains(config: RunConfig, cp_size: int) -> Domains:
-    """The domains of a job on this host. Raises `TopologyError` for a number that does not fit."""
+    """The domains of a job on this host, as far as they are known before it starts.
+
+    Raises `TopologyError` for a number that does not fit, and for a file that is none of domains.
+    """
     declared = config.charm.domains
-    return one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)
+    if isinstance(declared, int):
+        return even_domains(cp_size, declared)
+    if declared not in ("hosts", "numa"):
+        load_groups(Path(declared))
+    return one_domain(cp_size)
