@@ -172,6 +172,11 @@ class AttentionRuntime:
         """Bytes that this rank has posted to its peers in `group` so far."""
         return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
 
+    @property
+    def num_bytes_sent_to_all(self) -> int:
+        """Bytes that this rank has posted to its peers in all groups so far."""
+        return sum(known.transport.num_bytes_sent for known in self._groups.values())
+
     # ------------------------------------------------------------------ planning
 
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> _Group:

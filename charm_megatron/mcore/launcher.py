@@ -32,12 +32,14 @@ def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say:
 
     from charm_megatron.executor import AttentionRuntime
     from charm_megatron.mcore.install import charm_attention_installed
+    from charm_megatron.mcore.logger import numbers_in_megatron_logs
 
     attention = SplitAttention(AttentionRuntime(config), Notices(say))
     path = [str(script.parent.absolute()), *sys.path]
     with (
         charm_attention_installed(attention) as installed,
         wheel_repairs(),
+        numbers_in_megatron_logs(attention),
         mock.patch.object(sys, "argv", [str(script), *arguments]),
         mock.patch.object(sys, "path", path),
     ):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.mcore.limits import Layer, mask_of
-from charm_megatron.workload import Workload
+from charm_megatron.workload import Mask, Workload
 
 if TYPE_CHECKING:
     from charm_megatron.executor import AttentionRuntime
@@ -45,6 +45,8 @@ class SplitAttention:
     def __init__(self, runtime: "AttentionRuntime", notices: Notices | None = None) -> None:
         self.runtime = runtime
         self.notices = notices or Notices(None)
+        self.schedule_name: str | None = None
+        """The schedule of the first call; None before it."""
 
     def __call__(
         self,
@@ -65,15 +67,16 @@ class SplitAttention:
         mask = mask_of(layer, attn_mask_type)
         out = self.runtime.attention(query, key, value, group=group, mask=mask, softmax_scale=softmax_scale)
 
-        def receipt() -> list[str]:
-            # The call above has made the plan, so that this asks no other rank.
-            tokens, batch, heads, head_dim = query.shape
-            dtype = str(query.dtype).removeprefix("torch.")
-            kv_heads, head_dim_v = value.shape[2:]
-            workload = Workload(
-                batch, tokens * group.size(), heads, kv_heads, head_dim, head_dim_v, dtype, mask
-            )
-            return self.runtime.receipt(group, workload, device=query.device).lines()
-
-        self.notices.once("receipt", receipt)
+        if self.schedule_name is None:
+            self._describe(query, value, group, mask)
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
+
+    def _describe(self, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask) -> None:
+        """Says what the first call did. Its plan is made, so that this asks no other rank."""
+        tokens, batch, heads, head_dim = query.shape
+        kv_heads, head_dim_v = value.shape[2:]
+        dtype = str(query.dtype).removeprefix("torch.")
+        workload = Workload(batch, tokens * group.size(), heads, kv_heads, head_dim, head_dim_v, dtype, mask)
+        receipt = self.runtime.receipt(group, workload, device=query.device)
+        self.schedule_name = receipt.forward[0].name
+        self.notices.once("receipt", receipt.lines)

@@ -43,6 +43,9 @@ class FakeRuntime:
         self.asked = asked
         return query[..., : value.shape[-1]]
 
+    def receipt(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(forward=[SimpleNamespace(name="fake")], lines=list)
+
 
 def build(runtime: FakeRuntime, cp_size: int = 2, config: Values | None = None, **arguments: Any) -> Any:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.checkpoint import checkpoint
 
 from charm_megatron.config import CharmConfig
+from charm_megatron.errors import InvalidInput
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.mcore.shared import SplitAttention
 from charm_megatron.mcore.te_attention import te_core_attention_class
@@ -94,3 +95,23 @@ def state_on_rank(rank: int, cp_size: int) -> tuple[bool, Any]:
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_the_class_is_built_on_the_groups_of_megatron(cp_size: int) -> None:
     assert run_ranks(state_on_rank, cp_size) == [(cp_size > 1, "p2p")] * cp_size
+
+
+def refusals_on_rank(rank: int, cp_size: int) -> list[str]:
+    """What is said to sizes that do not fit: an odd number of tokens, heads that are no multiple of KV heads."""
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    layer = build(cp_size, {}, {})
+    said = []
+    for tokens, heads, kv_heads in ((5, 4, 2), (6, 4, 3)):
+        query, key = torch.zeros(tokens, 1, heads, 8), torch.zeros(tokens, 1, kv_heads, 8)
+        with pytest.raises(InvalidInput) as caught:
+            layer(query, key, key, None, attn_mask_type=AttnMaskType.causal)
+        said.append(str(caught.value))
+    return said
+
+
+def test_sizes_that_do_not_fit_are_one_sentence() -> None:
+    for length, heads in run_ranks(refusals_on_rank, 2):
+        assert "10 tokens" in length
+        assert "multiple of 4" in length
+        assert "num_heads must be a multiple of num_kv_heads" in heads
