@@ -6,12 +6,11 @@ Both exist on the last rank only, so the bytes are those that this rank has sent
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from charm_megatron.mcore.shared import SplitAttention
-from charm_megatron.mcore.swap import wrapped
+from charm_megatron.mcore.swap import MissingTarget, wrapped
 
 TRAINING_LOG = "megatron.training.training:training_log"
 BYTES, SCHEDULE = "charm/bytes-sent-per-iteration", "charm/schedule"
@@ -19,11 +18,15 @@ BYTES, SCHEDULE = "charm/bytes-sent-per-iteration", "charm/schedule"
 
 @contextmanager
 def numbers_in_megatron_logs(attention: SplitAttention) -> Iterator[None]:
-    """Adds to what Megatron's training loop logs inside the block. Does nothing without `megatron.training`."""
-    if find_spec("megatron.training") is None:
-        yield
-        return
-    with wrapped(TRAINING_LOG, functools.partial(_with_numbers, attention)):
+    """Adds to what Megatron's training loop logs inside the block; to nothing where there is no such loop."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(wrapped(TRAINING_LOG, functools.partial(_with_numbers, attention)))
+        except MissingTarget as error:
+            reason = str(error)
+            attention.notices.once(
+                "log", lambda: [f"bytes and schedule are not in Megatron's logs: {reason}"]
+            )
         yield
 
 

@@ -47,6 +47,8 @@ SAME: dict[str, Values] = {
         "recompute_num_layers": 1,
     },
     "a list of one value a layer": {"cp_comm_type": ["charm", "charm"]},
+    "the distributed optimizer": {"use_distributed_optimizer": True},
+    "deterministic mode": {"deterministic_mode": True},
 }
 
 
@@ -76,6 +78,18 @@ def test_pipeline_parallel_ranks_have_a_schedule_each(train: Train) -> None:
     """Against the same pipeline, as Megatron's initial weights depend on its length."""
     pipeline: Values = {**SHORT, "pipeline_model_parallel_size": 2}
     assert_same_curve(train(2, {"domains": 1}, pipeline, ranks=4), train(1, {}, pipeline, ranks=2))
+
+
+def test_experts_see_the_same_tokens(train: Train) -> None:
+    """Without the balancing loss, which Megatron takes of each rank's tokens."""
+    experts: Values = {
+        **SHORT,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "disable_bias_linear": True,
+    }
+    assert_same_curve(train(2, {"domains": 1}, experts), train(megatron=experts))
 
 
 def test_every_second_layer_may_have_a_window(train: Train, short: Run) -> None:

@@ -9,7 +9,7 @@ import megatron.training  # noqa: F401  # what is replaced below
 import pytest
 
 from charm_megatron.mcore.logger import TRAINING_LOG, numbers_in_megatron_logs
-from charm_megatron.mcore.shared import SplitAttention
+from charm_megatron.mcore.shared import Notices, SplitAttention
 from charm_megatron.mcore.swap import resolve
 
 pytestmark = pytest.mark.megatron
@@ -39,6 +39,20 @@ def test_bytes_of_an_iteration_and_the_schedule_are_written() -> None:
         for value, iteration in ((150.0, 2), (350.0, 4))
     ]
     assert original.call_count == 4
+
+
+def test_another_training_loop_is_left_alone() -> None:
+    said: list[str] = []
+    attention = SplitAttention(SimpleNamespace(), Notices(said.append))  # type: ignore[arg-type]
+    with (
+        mock.patch("charm_megatron.mcore.logger.TRAINING_LOG", "megatron.training.training:absent"),
+        numbers_in_megatron_logs(attention),
+    ):
+        pass
+    assert len(said) == 1
+    assert said[0].startswith(
+        "charm-megatron: bytes and schedule are not in Megatron's logs: megatron.training"
+    )
 
 
 def call(training_log: Any, iteration: int) -> Any:
