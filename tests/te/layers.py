@@ -101,10 +101,15 @@ class Built:
         with constructible(), group_ranks():
             self.layer = self.cls(**{**given, **arguments})
 
-    def call(self, query_shape: tuple[int, ...] = (6, 2, HEADS, HEAD_DIM), **arguments: Any) -> Values:
+    def call(
+        self,
+        query_shape: tuple[int, ...] = (6, 2, HEADS, HEAD_DIM),
+        num_keys: int | None = None,
+        **arguments: Any,
+    ) -> Values:
         """Calls the layer; gives the keyword arguments that reached Transformer Engine, none where it was us."""
         query = torch.randn(query_shape)
-        key = torch.randn(*query_shape[:-2], KV_HEADS, query_shape[-1])
+        key = torch.randn(num_keys or query_shape[0], *query_shape[1:-2], KV_HEADS, query_shape[-1])
         given: Values = {"attention_mask": None, "attn_mask_type": AttnMaskType.causal}
         reached: Values = {}
 
