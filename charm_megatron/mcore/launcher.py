@@ -43,8 +43,13 @@ def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say:
         mock.patch.object(sys, "argv", [str(script), *arguments]),
         mock.patch.object(sys, "path", path),
     ):
-        base = "TEDotProductAttention" if installed.te else "DotProductAttention (no Transformer Engine here)"
-        attention.notices.once(
-            "installed", lambda: [f"--cp-comm-type charm is installed, in place of {base}"]
-        )
+        attention.notices.once("installed", lambda: [_installed_line(has_te=installed.te is not None)])
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _installed_line(has_te: bool) -> str:
+    if has_te:
+        return "--cp-comm-type charm is installed, in TEDotProductAttention"
+    return (
+        "--cp-comm-type charm is installed; there is no Transformer Engine, so pass --transformer-impl local"
+    )

@@ -50,9 +50,10 @@ def layer_limit(layer: Layer) -> Limit | None:
     dropout = config.attention_dropout if layer.dropout is None else layer.dropout
     found = {
         Limit(f"attention_dropout {dropout}", "set it to 0"): dropout > 0,
-        Limit(f"softmax_type {config.softmax_type!r}", "only 'vanilla' is done"): (
-            config.softmax_type != "vanilla"
-        ),
+        Limit(
+            f"softmax_type {config.softmax_type!r}",
+            "Transformer Engine's 'a2a' does it",
+        ): (config.softmax_type != "vanilla"),
         Limit(f"attention of type {layer.attention_type!r}", "only 'self' is done"): (
             layer.attention_type != "self"
         ),

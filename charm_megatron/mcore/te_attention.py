@@ -112,29 +112,18 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
 
             `attention_mask` does not count for the mask types that are done here, as in Transformer Engine.
             """
-            if self.charm_is_on:
-                group = _group_of_call(self.charm_layer, self.charm_group, packed_seq_params)
-                if group is not None and group.size() > 1:
-                    limit = self.charm_limit or call_limit(
-                        self.charm_layer,
-                        query,
-                        key,
-                        attn_mask_type,
-                        attention_bias,
-                        packed_seq_params,
-                        num_splits,
+            group = self._group_of_split_call(packed_seq_params)
+            if group is not None:
+                layer = self.charm_layer
+                limit = self.charm_limit or call_limit(
+                    layer, query, key, attn_mask_type, attention_bias, packed_seq_params, num_splits
+                )
+                if limit is None:
+                    scale = self.charm_softmax_scale
+                    return attention(
+                        layer, query, key, value, attn_mask_type, group=group, softmax_scale=scale
                     )
-                    if limit is None:
-                        return attention(
-                            self.charm_layer,
-                            query,
-                            key,
-                            value,
-                            attn_mask_type,
-                            group=group,
-                            softmax_scale=self.charm_softmax_scale,
-                        )
-                    self._leave_to_te(limit, packed_seq_params)
+                self._leave_to_te(limit, packed_seq_params)
             out: Tensor = super().forward(
                 query,
                 key,
@@ -147,13 +136,22 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
             )
             return out
 
+        def _group_of_split_call(self, packed_seq_params: Any) -> Any:
+            """The group over which a call's sequence is split and we are to compute; else None."""
+            if not self.charm_is_on:
+                return None
+            group = _group_of_call(self.charm_layer, self.charm_group, packed_seq_params)
+            return group if group is not None and group.size() > 1 else None
+
         def _leave_to_te(self, limit: Limit, packed_seq_params: Any) -> None:
             """Says why the base class computes a call, and gives it the group that it may have lost."""
             if strict:
                 raise _refusal(self.charm_layer, limit)
             attention.notices.once(
                 limit.what,
-                lambda: [f"{limit.what}: left to Transformer Engine's {RING} ring (layer {layer_of(self)})"],
+                lambda: [
+                    f"{limit.what}: left to Transformer Engine's {RING} ring (layer {self.charm_layer.number})"
+                ],
             )
             if not _has_own_group(packed_seq_params) and self.cp_group is not self.charm_group:
                 # A call with a group of its own changes the base class's for all later ones.
@@ -161,12 +159,6 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
                 super().set_context_parallel_group(self.charm_group, ranks, self.cp_stream, RING)
 
     return CharmTEDotProductAttention
-
-
-def layer_of(module: Any) -> int:
-    """The number of a layer, from 1."""
-    number: int = module.charm_layer.number
-    return number
 
 
 def _has_own_group(packed_seq_params: Any) -> bool:

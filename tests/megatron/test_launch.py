@@ -55,7 +55,7 @@ def test_a_launched_script_trains_as_on_one_rank(tmp_path: Path) -> None:
     assert len(alone) == 7  # 4 iterations, 3 evaluations
     assert split == pytest.approx(alone, rel=0.0, abs=1e-5)
     for line in (
-        "charm-megatron: --cp-comm-type charm is installed, in place of DotProductAttention",
+        "charm-megatron: --cp-comm-type charm is installed; there is no Transformer Engine",
         "charm-megatron: context parallelism: 2 ranks in 2 domains [0 | 1]",
         "charm-megatron: schedule: charm",
         "charm-megatron: sent by a rank, backward",

@@ -209,7 +209,7 @@ def test_a_launched_script_finds_our_class_wherever_it_imports_it(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-3:] == [
-        "charm-megatron: --cp-comm-type charm is installed, in place of TEDotProductAttention",
+        "charm-megatron: --cp-comm-type charm is installed, in TEDotProductAttention",
         "CharmTEDotProductAttention []",
         "True",
     ]
