@@ -173,6 +173,11 @@ class AttentionRuntime:
         return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
 
     @property
+    def exposed_s(self) -> float:
+        """Seconds that this rank has stood still for transfers so far, in all groups."""
+        return sum(known.transport.exposed_s for known in self._groups.values())
+
+    @property
     def num_bytes_sent_to_all(self) -> int:
         """Bytes that this rank has posted to its peers in all groups so far."""
         return sum(known.transport.num_bytes_sent for known in self._groups.values())

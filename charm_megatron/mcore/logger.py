@@ -1,12 +1,14 @@
 """Our numbers in Megatron's own logs: its TensorBoard and W&B writers, where they are on.
 
-Both exist on the last rank only, so the bytes are those that this rank has sent.
+Both exist on the last rank only, so the bytes are those that this rank has sent, and exposed communication is the
+time that it has stood still for transfers.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from charm_megatron.mcore.shared import SplitAttention
@@ -14,6 +16,7 @@ from charm_megatron.mcore.swap import MissingTarget, wrapped
 
 TRAINING_LOG = "megatron.training.training:training_log"
 BYTES, SCHEDULE = "charm/bytes-sent-per-iteration", "charm/schedule"
+EXPOSED = "charm/exposed-communication-s-per-iteration"
 
 
 @contextmanager
@@ -32,11 +35,11 @@ def numbers_in_megatron_logs(attention: SplitAttention) -> Iterator[None]:
 
 def _with_numbers(attention: SplitAttention, training_log: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(training_log)
-    sent_before, iteration_before = 0, 0
+    before = _Totals(0, 0, 0.0)
 
     @functools.wraps(training_log)
     def logged(*args: Any, **kwargs: Any) -> Any:
-        nonlocal sent_before, iteration_before
+        nonlocal before
         result = training_log(*args, **kwargs)
         from megatron.training import get_args
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -44,15 +47,33 @@ def _with_numbers(attention: SplitAttention, training_log: Callable[..., Any]) -
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         if attention.schedule_name is None or iteration % get_args().tensorboard_log_interval:
             return result
-        sent = attention.runtime.num_bytes_sent_to_all
-        per_iteration = (sent - sent_before) / max(1, iteration - iteration_before)
+        now = _Totals(iteration, attention.runtime.num_bytes_sent_to_all, attention.runtime.exposed_s)
+        numbers = now.per_iteration_since(before)
         if writer := get_tensorboard_writer():
-            writer.add_scalar(BYTES, per_iteration, iteration)
-            if not sent_before:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, iteration)
+            if not before.iteration:
                 writer.add_text(SCHEDULE, attention.schedule_name, iteration)
         if wandb := get_wandb_writer():
-            wandb.log({BYTES: per_iteration, SCHEDULE: attention.schedule_name}, iteration)
-        sent_before, iteration_before = sent, iteration
+            wandb.log({**numbers, SCHEDULE: attention.schedule_name}, iteration)
+        before = now
         return result
 
     return logged
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What has been counted up to an iteration."""
+
+    iteration: int
+    num_bytes_sent: int
+    exposed_s: float
+
+    def per_iteration_since(self, before: "_Totals") -> dict[str, float]:
+        """The numbers to log, by name."""
+        iterations = max(1, self.iteration - before.iteration)
+        return {
+            BYTES: (self.num_bytes_sent - before.num_bytes_sent) / iterations,
+            EXPOSED: (self.exposed_s - before.exposed_s) / iterations,
+        }

@@ -94,6 +94,7 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
             """As in Transformer Engine: what sets up groups late, or other ones, calls it."""
             if self.charm_is_on:
                 _check_layout(self.charm_layer, **others)
+                _check_one_group(self.charm_layer, cp_group)
                 self.charm_group, cp_comm_type = cp_group, RING
             super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type, **others)
 
@@ -203,6 +204,15 @@ def _check_layout(layer: Layer, load_balancing_strategy: Any = None, **_: Any) -
         raise InvalidInput(
             f"layer {layer.number}: charm does not do load_balancing_strategy {name!r}; leave it at "
             f"'dual_chunk_swap', Megatron's own"
+        )
+
+
+def _check_one_group(layer: Layer, cp_group: Any) -> None:
+    """Refuses the two levels of groups that Transformer Engine's "a2a+p2p" takes."""
+    if isinstance(cp_group, list | tuple):
+        raise InvalidInput(
+            f"layer {layer.number}: charm takes one context-parallel group, but is given {len(cp_group)}; its levels "
+            f"are domains of that group, set by charm.domains"
         )
 
 

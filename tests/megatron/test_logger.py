@@ -16,7 +16,7 @@ pytestmark = pytest.mark.megatron
 
 
 def test_bytes_of_an_iteration_and_the_schedule_are_written() -> None:
-    attention = SplitAttention(SimpleNamespace(num_bytes_sent_to_all=0))  # type: ignore[arg-type]
+    attention = SplitAttention(SimpleNamespace(num_bytes_sent_to_all=0, exposed_s=0.0))  # type: ignore[arg-type]
     attention.schedule_name = "charm"
     tensorboard, wandb, original = mock.Mock(), mock.Mock(), mock.Mock(return_value="report")
     module, name = resolve(TRAINING_LOG)
@@ -30,12 +30,18 @@ def test_bytes_of_an_iteration_and_the_schedule_are_written() -> None:
     ):
         for iteration in (1, 2, 3, 4):
             attention.runtime.num_bytes_sent_to_all += 100 * iteration  # type: ignore[misc]
+            attention.runtime.exposed_s += 0.5  # type: ignore[misc]
             assert call(getattr(module, name), iteration) == "report"
-    name = "charm/bytes-sent-per-iteration"
-    assert tensorboard.add_scalar.call_args_list == [mock.call(name, 150.0, 2), mock.call(name, 350.0, 4)]
+    sent, exposed = "charm/bytes-sent-per-iteration", "charm/exposed-communication-s-per-iteration"
+    assert tensorboard.add_scalar.call_args_list == [
+        mock.call(sent, 150.0, 2),
+        mock.call(exposed, 0.5, 2),
+        mock.call(sent, 350.0, 4),
+        mock.call(exposed, 0.5, 4),
+    ]
     tensorboard.add_text.assert_called_once_with("charm/schedule", "charm", 2)
     assert wandb.log.call_args_list == [
-        mock.call({name: value, "charm/schedule": "charm"}, iteration)
+        mock.call({sent: value, exposed: 0.5, "charm/schedule": "charm"}, iteration)
         for value, iteration in ((150.0, 2), (350.0, 4))
     ]
     assert original.call_count == 4

@@ -81,6 +81,14 @@ def test_a_split_other_than_the_zigzag_is_refused() -> None:
         )
 
 
+def test_two_levels_of_groups_are_refused_with_what_takes_their_place() -> None:
+    built = Built()
+    with pytest.raises(
+        InvalidInput, match=r"takes one context-parallel group, but is given 2; .* charm\.domains"
+    ):
+        built.layer.set_context_parallel_group([built.group, built.group], [[0], [1]], None, "charm")
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_checkpoints_have_the_same_keys(cp_size: int) -> None:
     ours, stock = Built(cp_size).layer, Built(cp_size, cp_comm_type="p2p").layer
