@@ -14,6 +14,7 @@ from charm_megatron import __version__
 from charm_megatron.cli import bench
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
+from charm_megatron.cli.job import args_command
 from charm_megatron.cli.plan import plan_command
 from charm_megatron.errors import InvalidInput
 
@@ -81,6 +82,7 @@ def pretrain(
             print_summary(console, summary)
 
 
+app.command("args")(ends_in_sentences(args_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
 app.add_typer(bench.app, name="bench")
