@@ -3,12 +3,14 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.config import RunConfig
-from charm_megatron.train.checks import JobFacts
+from charm_megatron.config import RunConfig, load_run_config
+
+if TYPE_CHECKING:
+    from charm_megatron.train.checks import JobFacts
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file, as of `charm-megatron pretrain`.")]
 Settings = Annotated[
@@ -32,13 +34,11 @@ def args_command(
     a script of one's own: torchrun ... pretrain_gpt.py $(charm-megatron args CONFIG) --data-path ...; the last of
     two equal flags counts.
     """
-    from charm_megatron.config import load_run_config
-
     for words in by_flag(check(load_run_config(config, settings), out, cpu).argv):
         print(shlex.join(words))
 
 
-def check(config: RunConfig, out: Path, cpu: bool) -> JobFacts:
+def check(config: RunConfig, out: Path, cpu: bool) -> "JobFacts":
     """All that is checked before a run is started, for a machine with CUDA or without."""
     from charm_megatron.mcore.compat import require_pretraining
     from charm_megatron.train.checks import check_job, check_quickly

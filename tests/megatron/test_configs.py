@@ -89,3 +89,14 @@ def test_args_refuses_what_megatron_refuses() -> None:
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: Megatron refuses these flags")
+
+
+def test_memory_shows_ring_and_charm_beside_the_papers_numbers() -> None:
+    arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "16 in 2 domains: batch 2, 16384 tokens" in result.stdout
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines()}
+    assert rows["paper, equations 11 and 12"] == ["160", "192", "32"]
+    assert float(rows["peak"][1]) > float(rows["peak"][0])
+    assert "45079  45423  +344" in result.stdout
