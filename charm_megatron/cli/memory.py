@@ -66,8 +66,9 @@ def _domains(config: CharmConfig, cp_size: int, ranks_per_node: int) -> Domains:
 def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig) -> AttentionMemory:
     """The memory of one schedule by its planner's name."""
     sharding = make_sharding("zigzag", domains.cp_size, workload.seq_len)
-    heads = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
-    problem = cut_problem(name, sharding, domains, **heads)
+    problem = cut_problem(
+        name, sharding, domains, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads
+    )
     wire = make_wire_format(
         workload, problem, out_return=config.return_dtype, grad_return=config.grad_return_dtype
     )
@@ -83,7 +84,9 @@ def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig
 def _prediction(workload: Workload, domains: Domains, config: CharmConfig) -> Table:
     ring, charm = (predict(name, workload, domains, config) for name in NAMES)
     equations = [paper_bytes(name, workload, domains.cp_size) for name in NAMES]
-    table = Table("MiB", *NAMES, "charm - ring", box=None, pad_edge=False)
+    table = Table("MiB", box=None, pad_edge=False)
+    for column in (*NAMES, "charm - ring"):
+        table.add_column(column, justify="right")
     for label, pair in {
         "own tensors": (ring.own_bytes, charm.own_bytes),
         "buffers in use": (ring.buffer_bytes, charm.buffer_bytes),
@@ -97,15 +100,15 @@ def _prediction(workload: Workload, domains: Domains, config: CharmConfig) -> Ta
 
 def _table_3() -> Table:
     columns = ("batch", "tokens", "heads", "ring", "charm", "charm - ring", "equations", "predicted")
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
     domains = even_domains(NUM_DOMAINS * RANKS_PER_DOMAIN, NUM_DOMAINS)
     for row in TABLE_3:
         ring, charm = (predict(name, row.workload, domains, CharmConfig()).peak_bytes for name in NAMES)
         by_equation = [paper_bytes(name, row.workload, domains.cp_size) for name in NAMES]
         printed = (row.batch, row.seq_len, row.num_heads, row.ring_mb, row.charm_mb, f"{row.difference_mb:+}")
-        table.add_row(
-            *map(str, printed), *(f"{_mib(x):>}" for x in (by_equation[1] - by_equation[0], charm - ring))
-        )
+        table.add_row(*map(str, printed), _mib(by_equation[1] - by_equation[0]), _mib(charm - ring))
     return table
 
 
