@@ -96,6 +96,14 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
     return parse_run_config(data, str(path))
 
 
+def load_charm_config(path: Path) -> CharmConfig:
+    """Reads a YAML file with the keys of section `charm`, for programs that are configured by something else.
+
+    Raises `ConfigError` as `load_run_config` does.
+    """
+    return _parse(CharmConfig, _read_mapping(path, "settings"), str(path))
+
+
 def variant_names(path: Path) -> tuple[str, ...]:
     """The variants of a file, in its order; none for most files. Raises `ConfigError` as `load_run_config` does."""
     return tuple(_variants(_read_mapping(path, "sections"), path))
@@ -151,10 +159,14 @@ def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[
 
 def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
     """Validates a mapping; `source` names it in error messages."""
+    return _parse(RunConfig, data, source)
+
+
+def _parse[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:
     try:
-        return RunConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(error)}") from error
+        raise ConfigError(f"{source}: {_first_problem(model, error)}") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -176,17 +188,17 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(model: type[Section], error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = (str(part) for part in problem["loc"])
-        return f"unknown key {where!r}{nearest(key, _known_keys(parents))}"
+        return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
     return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
 
 
-def _known_keys(parents: list[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(root: type[Section], parents: list[str]) -> list[str]:
+    model: type[BaseModel] = root
     for parent in parents:
         inner = model.model_fields[parent].annotation
         if get_origin(inner) in (types.UnionType,):
