@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+)
 
 from charm_megatron.errors import ConfigError, nearest
 
@@ -26,14 +34,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+DomainFile = Annotated[str, StringConstraints(pattern=r"\.ya?ml$")]
+
+
 class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
-    domains: Literal["hosts"] | PositiveInt = Field(
+    domains: Literal["hosts", "numa"] | PositiveInt | DomainFile = Field(
         "hosts",
-        description="How the ranks of a context-parallel group fall into domains of fast links: one per "
-        "host, or this many of equal size, so that one machine can stand for several.",
+        description="How the ranks of a context-parallel group fall into domains of fast links: one a host, one "
+        "a NUMA node of a host, this many of equal size (so that one machine can stand for several), or as a "
+        "YAML file lists hosts.",
     )
     kernel: Literal["auto", "reference", "torch"] = Field(
         "auto", description="Implementation of attention over one block."
@@ -51,6 +63,10 @@ class CharmConfig(Section):
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
     deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+    strict: bool = Field(
+        False,
+        description="Refuse what this attention does not do, where Transformer Engine could do it instead.",
+    )
 
 
 class LaunchConfig(Section):
@@ -109,6 +125,11 @@ def variant_names(path: Path) -> tuple[str, ...]:
     return tuple(_variants(_read_mapping(path, "sections"), path))
 
 
+def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
+    """Validates a mapping; `source` names it in error messages."""
+    return _parse(RunConfig, data, source)
+
+
 def _read_mapping(path: Path, content: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -127,13 +148,13 @@ def _is_choice(override: Override) -> bool:
 
 def _variants(data: dict[str, Any], path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     variants = data.get("variants", {})
-    sections = {"launch", "charm", "data", "megatron"}
+    sections = RunConfig.model_fields
     for name, variant in variants.items() if isinstance(variants, dict) else [("", None)]:
         if not isinstance(variant, dict) or not all(isinstance(keys, dict) for keys in variant.values()):
             raise ConfigError(
                 f"configuration {path}: variants{name and '.'}{name} is not a mapping of sections"
             )
-        for section in variant.keys() - sections:
+        for section in variant.keys() - sections.keys():
             raise ConfigError(f"{path}: unknown key 'variants.{name}.{section}'{nearest(section, sections)}")
     checked: dict[str, dict[str, dict[str, Any]]] = variants
     return checked
@@ -155,11 +176,6 @@ def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[
             raise ConfigError(f"{path}: section {section!r} is not a mapping")
         sections[section] = {**shared, **values}
     return sections
-
-
-def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
-    """Validates a mapping; `source` names it in error messages."""
-    return _parse(RunConfig, data, source)
 
 
 def _parse[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:

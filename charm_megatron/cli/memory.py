@@ -27,7 +27,9 @@ MOST_RANKS = 64
 def memory_command(
     config: ConfigFile,
     settings: Settings = None,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks in a domain, where charm.domains is hosts.")] = 8,
+    ranks_per_node: Annotated[
+        int, typer.Option(help="Ranks in a domain, unless charm.domains says how many domains.")
+    ] = 8,
     cpu: Cpu = False,
 ) -> None:
     """Predict the peak memory of one layer's attention on a rank, for ring and charm.
@@ -58,9 +60,9 @@ def memory_command(
 def _domains(config: CharmConfig, cp_size: int, ranks_per_node: int) -> Domains:
     if ranks_per_node < 1:
         raise InvalidInput(f"--ranks-per-node must be at least 1, but is {ranks_per_node}")
-    return even_domains(
-        cp_size, max(1, cp_size // ranks_per_node) if config.domains == "hosts" else config.domains
-    )
+    # Hosts and NUMA nodes are known only where the job runs.
+    number = config.domains if isinstance(config.domains, int) else max(1, cp_size // ranks_per_node)
+    return even_domains(cp_size, number)
 
 
 def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig) -> AttentionMemory:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from charm_megatron.config import CharmConfig, load_charm_config
-from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.attention import core_attention_class
-
-CONFIG_VARIABLE = "CHARM_CONFIG"
+from charm_megatron.mcore.compat import megatron_te
+from charm_megatron.mcore.install import Installed
+from charm_megatron.mcore.shared import Notices, SplitAttention
+from charm_megatron.mcore.spec import CONFIG_VARIABLE
+from charm_megatron.mcore.te_attention import te_core_attention_class
 
 
 def core_attention(stock: type[Any]) -> type[Any]:
@@ -27,12 +29,8 @@ def core_attention(stock: type[Any]) -> type[Any]:
     path = getattr(args, "charm_config", None) or os.environ.get(CONFIG_VARIABLE)
     if path is None and CP_COMM_TYPE not in (getattr(args, "cp_comm_type", None) or ()):
         return stock
-    if stock.__name__ != "DotProductAttention":
-        raise InvalidInput(
-            f"--cp-comm-type {CP_COMM_TYPE} is not supported in place of {stock.__name__} yet; pass "
-            f"--transformer-impl local"
-        )
-    return _module_class(path)
+    classes = _module_classes(path)
+    return classes.te if classes.te is not None and issubclass(classes.te, stock) else classes.local
 
 
 def _training_arguments() -> Any:
@@ -42,9 +40,11 @@ def _training_arguments() -> Any:
 
 
 @functools.cache
-def _module_class(path: str | None) -> type[Any]:
-    """One class for all layers of the process, so that they share groups, plans and buffers."""
+def _module_classes(path: str | None) -> Installed:
+    """The classes for all layers of the process, so that they share groups, plans and buffers."""
     from charm_megatron.executor import AttentionRuntime
 
     config = CharmConfig() if path is None else load_charm_config(Path(path))
-    return core_attention_class(AttentionRuntime(config))
+    attention = SplitAttention(AttentionRuntime(config), Notices())
+    te = te_core_attention_class(attention, config.strict) if megatron_te() is not None else None
+    return Installed(core_attention_class(attention), te)

@@ -1,12 +1,12 @@
 """Hop and block tables -> the program of one rank, made on demand.
 
 The program of tick t: start the transfers of step t, take in results that arrived before, compute the
-blocks of tick t. Then `add_waits` puts each Wait before the first reader, and `add_frees` each Free after
-the last one.
+blocks of tick t. Then `send_results_early` moves results up to where they are complete, `add_waits` puts each
+Wait before the first reader, and `add_frees` each Free after the last one.
 
 Why this cannot deadlock: both ends of a hop post it under the same key, every rank posts in key order, and
 what a Post or Wait depends on has a smaller key. By induction on the key every transfer is matched, given
-one ordered queue, or one fused group a step.
+one ordered queue of fused groups: the results of a step, then its operands.
 """
 
 from collections import defaultdict
@@ -41,6 +41,7 @@ def rank_program(schedule: "Schedule", rank: int) -> Program:
     """All actions of one rank, in order."""
     posts = _posts(schedule, rank)
     body = _interleave(posts, _post_ticks(posts, schedule.depth), _attends(schedule, rank))
+    body = send_results_early(body, schedule.pass_)
     return tuple(add_frees(add_waits(body, schedule, rank), schedule, rank))
 
 
@@ -54,12 +55,13 @@ def _posts(schedule: "Schedule", rank: int) -> list[Post]:
     ):
         kind, crosses = schedule.pass_.cargos[cargo], problem.domains.crosses(src, dst)
         lane = 2 * cargo + (not crosses)  # the slower link first
+        order = (0 if kind.is_result else 1) if schedule.fuse else lane
         number, head = divmod(piece, problem.head_groups(kind.side))
         copy, chunk = divmod(number, problem.num_chunks)
         is_send = src == rank
         received_from = src if kind.is_result and not is_send else -1
         name = Name(kind.name, chunk, head, received_from, copy)
-        names[Key(step, 0 if schedule.fuse else lane), lane, dst if is_send else src, is_send].append(name)
+        names[Key(step, order), lane, dst if is_send else src, is_send].append(name)
     grouped: dict[Key, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for (key, _, peer, is_send), listed in sorted(names.items()):
         message = Message(peer, tuple(sorted(listed, key=lambda name: (name.head, name.chunk))))
@@ -167,6 +169,29 @@ def _interleave(posts: list[Post], post_ticks: list[int], attends: Ticks) -> lis
         body += [*(Accumulate(x) for _, x in due), *attends[tick]]
         arrived += [(post.key.step, x) for post in by_tick[tick] for x in received(post) if x.src >= 0]
     return [*body, *(Accumulate(x) for _, x in arrived)]
+
+
+def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
+    """Moves each post of results up to right behind the last action that adds to what it sends (paper, Appendix A).
+
+    It stays behind the posts that come before it, whose order both ends rely on, and passes over no Wait, as there
+    are none yet: it can only be reached earlier.
+    """
+    out: list[Action] = []
+    for action in body:
+        at = len(out)
+        if isinstance(action, Post) and all(
+            CARGOS[x.cargo].is_result for x in (*sent(action), *received(action))
+        ):
+            going = set(sent(action))
+            while (
+                at
+                and not isinstance(out[at - 1], Post)
+                and not going.intersection(writes(out[at - 1], pass_))
+            ):
+                at -= 1
+        out.insert(at, action)
+    return out
 
 
 def sent(post: Post) -> list[Name]:

@@ -16,8 +16,8 @@ class Schedule:
     """Who sends what to whom in which step, and who computes what in which tick.
 
     `depth` is how many steps a transfer may start ahead of the tick that it is planned for, plus one.
-    `fuse` posts all transfers of a step as one group; otherwise each lane (cargo and link class) is a
-    group of its own, which needs a transport whose lanes progress independently.
+    `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (cargo and
+    link class) is a group of its own, which needs a transport whose lanes progress independently.
 
     `written` are programs that were read from a file rather than made from the tables.
     """

@@ -2,12 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.topology.domain_file import load_groups
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
 from charm_megatron.train.flags import RESUME
@@ -45,7 +47,7 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool, cuda: bool | N
     import torch
 
     from charm_megatron.executor.runtime import plan_schedules
-    from charm_megatron.mcore.attention import check_supported
+    from charm_megatron.mcore.limits import Layer, check_supported
     from charm_megatron.train.device import stand_in_for_cuda, transformer_engine_assumed
     from charm_megatron.train.job import attention_workload
 
@@ -64,7 +66,7 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool, cuda: bool | N
         domains = _domains(config, args.context_parallel_size)
         plan_schedules(config.charm, domains, workload, "zigzag")
         for layer_number in range(1, args.num_layers + 1):
-            check_supported(transformer, layer_number)
+            check_supported(Layer(transformer, layer_number))
     iters = args.train_iters or args.train_samples // args.global_batch_size
     return JobFacts(tuple(argv), iters, args.context_parallel_size, workload)
 
@@ -127,6 +129,13 @@ def _check_layout(config: RunConfig, args: Any) -> None:
 
 
 def _domains(config: RunConfig, cp_size: int) -> Domains:
-    """The domains of a job on this host. Raises `TopologyError` for a number that does not fit."""
+    """The domains of a job on this host, as far as they are known before it starts.
+
+    Raises `TopologyError` for a number that does not fit, and for a file that is none of domains.
+    """
     declared = config.charm.domains
-    return one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)
+    if isinstance(declared, int):
+        return even_domains(cp_size, declared)
+    if declared not in ("hosts", "numa"):
+        load_groups(Path(declared))
+    return one_domain(cp_size)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from charm_megatron.errors import ConfigError, InvalidInput
+from charm_megatron.errors import ConfigError
 from charm_megatron.mcore import patched
 from charm_megatron.mcore.patched import core_attention
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.megatron
 def _nothing_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CHARM_CONFIG", raising=False)
     yield
-    patched._module_class.cache_clear()
+    patched._module_classes.cache_clear()
 
 
 def with_arguments(monkeypatch: pytest.MonkeyPatch, **arguments: object) -> None:
@@ -47,7 +47,7 @@ def test_settings_come_from_the_file_and_are_strict(monkeypatch: pytest.MonkeyPa
     with_arguments(monkeypatch, cp_comm_type=["charm"], charm_config=str(file))
     assert issubclass(core_attention(DotProductAttention), DotProductAttention)
     file.write_text("shedule: ring")
-    patched._module_class.cache_clear()
+    patched._module_classes.cache_clear()
     with pytest.raises(ConfigError, match="unknown key 'shedule'; did you mean 'schedule'"):
         core_attention(DotProductAttention)
 
@@ -59,12 +59,3 @@ def test_a_variable_stands_in_where_megatrons_arguments_are_not_in_use(
     file.write_text("schedule: ring")
     monkeypatch.setenv("CHARM_CONFIG", str(file))
     assert core_attention(DotProductAttention) is not DotProductAttention
-
-
-def test_transformer_engines_class_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TEDotProductAttention:
-        pass
-
-    with_arguments(monkeypatch, cp_comm_type=["charm"])
-    with pytest.raises(InvalidInput, match="pass --transformer-impl local"):
-        core_attention(TEDotProductAttention)

@@ -147,7 +147,7 @@ def test_the_fault_of_a_whole_schedule_shows_the_grid_around_it():
     broken = written_schedule("broken", schedule.problem, FORWARD, programs)
     with pytest.raises(ScheduleFault, match="blocks are never computed"):
         check_schedule(broken)
-    programs[4] = tuple(a for a in schedule.program(4) if str(a) != "wait 1.0")
+    programs[4] = tuple(a for a in schedule.program(4) if str(a) != "wait 1.1")
     broken = written_schedule("broken", schedule.problem, FORWARD, programs)
     with pytest.raises(ScheduleFault) as caught:
         check_schedule(broken)

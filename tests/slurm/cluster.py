@@ -115,13 +115,12 @@ class Cluster:
 
     def kill_node(self, number: int) -> None:
         """Ends at once every process of a node, as a loss of power does."""
-        name = f"{NODES[number]}\n"
         namespaces = {
             _namespace(int(path.name))
             for path in Path("/proc").glob("[0-9]*")
             if _command(path).endswith(f"slurmd -D -N {NODES[number]}")
         }
-        assert len(namespaces) == 1, f"{name} has one slurmd"
+        assert len(namespaces) == 1, f"{NODES[number]} has one slurmd"
         for path in Path("/proc").glob("[0-9]*"):
             if _namespace(int(path.name)) in namespaces:
                 with suppress(ProcessLookupError):

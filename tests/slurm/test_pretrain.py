@@ -13,13 +13,13 @@ from charm_megatron.train.run_folder import RunFolder
 from tests.megatron.small_run import Run, Silent, assert_same_curve
 from tests.slurm.cluster import Cluster, wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # five starts of torch on few cores
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/slurm/pretrain.sbatch"
 CONFIG = "configs/run/gpt_tiny_cpu.yaml"
 NUM_ITERATIONS = 60
-SHORT = ("megatron.seq_length=64", f"megatron.train_iters={NUM_ITERATIONS}", "megatron.eval_interval=20")
+SHORT = ("megatron.seq_length=64", f"megatron.train_iters={NUM_ITERATIONS}", "megatron.eval_iters=1")
 OPTIONS = tuple(word for setting in SHORT for word in ("--set", setting))
 
 
