@@ -3,6 +3,9 @@
 A file has four sections: `launch` (how many ranks), `charm` (our attention), `data` (the text to
 train on) and `megatron` (Megatron's own flags under Megatron's own names, with underscores).
 An unknown key is an error that names the nearest known one; nothing is rewritten after validation.
+
+A file may also have `variants`, sections by name that are laid over those of the file, and `variant`, the one that
+counts: configs of one model on other lengths, or the rows of a table. `variant=NAME` as an override chooses another.
 """
 
 import types
@@ -95,14 +98,17 @@ Override = Annotated[str, "SECTION.KEY=VALUE, the value in YAML"]
 
 
 def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunConfig:
-    """Reads a YAML file, applies `overrides` in order, and validates the result.
+    """Reads a YAML file, lays its variant over it, applies `overrides` in order, and validates the result.
 
     Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
     value of the wrong type.
     """
     data = _read_mapping(path, "sections")
+    chosen = [text.partition("=")[2] for text in overrides or [] if _is_choice(text)]
+    data = _with_variant(data, chosen[-1].strip() if chosen else None, path)
     for override in overrides or []:
-        _apply(data, override)
+        if not _is_choice(override):
+            _apply(data, override)
     return parse_run_config(data, str(path))
 
 
@@ -112,6 +118,11 @@ def load_charm_config(path: Path) -> CharmConfig:
     Raises `ConfigError` as `load_run_config` does.
     """
     return _parse(CharmConfig, _read_mapping(path, "settings"), str(path))
+
+
+def variant_names(path: Path) -> tuple[str, ...]:
+    """The variants of a file, in its order; none for most files. Raises `ConfigError` as `load_run_config` does."""
+    return tuple(_variants(_read_mapping(path, "sections"), path))
 
 
 def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
@@ -129,6 +140,42 @@ def _read_mapping(path: Path, content: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"configuration {path} is not a mapping of {content} but {type(data).__name__}")
     return data
+
+
+def _is_choice(override: Override) -> bool:
+    return override.partition("=")[0].strip() == "variant"
+
+
+def _variants(data: dict[str, Any], path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    variants = data.get("variants", {})
+    sections = RunConfig.model_fields
+    for name, variant in variants.items() if isinstance(variants, dict) else [("", None)]:
+        if not isinstance(variant, dict) or not all(isinstance(keys, dict) for keys in variant.values()):
+            raise ConfigError(
+                f"configuration {path}: variants{name and '.'}{name} is not a mapping of sections"
+            )
+        for section in variant.keys() - sections.keys():
+            raise ConfigError(f"{path}: unknown key 'variants.{name}.{section}'{nearest(section, sections)}")
+    checked: dict[str, dict[str, dict[str, Any]]] = variants
+    return checked
+
+
+def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[str, Any]:
+    """The sections of a file, with those of its variant laid over them, key by key."""
+    variants = _variants(data, path)
+    sections = {key: value for key, value in data.items() if key not in ("variant", "variants")}
+    name = data.get("variant") if chosen is None else chosen
+    if name is None and not variants:
+        return sections
+    if name not in variants:
+        known = f"they are {', '.join(variants)}" if variants else "it has no variants"
+        raise ConfigError(f"{path} has no variant {name!r}; {known}")
+    for section, values in variants[name].items():
+        shared = sections.get(section) or {}
+        if not isinstance(shared, dict):
+            raise ConfigError(f"{path}: section {section!r} is not a mapping")
+        sections[section] = {**shared, **values}
+    return sections
 
 
 def _parse[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:

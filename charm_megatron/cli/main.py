@@ -14,6 +14,8 @@ from charm_megatron import __version__
 from charm_megatron.cli import bench
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
+from charm_megatron.cli.job import args_command
+from charm_megatron.cli.memory import memory_command
 from charm_megatron.cli.plan import plan_command
 from charm_megatron.errors import InvalidInput
 
@@ -107,6 +109,8 @@ def launch(
         run_script(script, arguments or [], config, typer.echo if is_first else None)
 
 
+app.command("args")(ends_in_sentences(args_command))
+app.command("memory")(ends_in_sentences(memory_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
 app.add_typer(bench.app, name="bench")
