@@ -47,12 +47,14 @@ def memory_command(
         f"batch {workload.batch}, {workload.seq_len} tokens, {workload.num_heads} heads, {workload.num_kv_heads} KV "
         f"x {workload.head_dim}, {workload.dtype}",
         markup=False,
+        soft_wrap=True,
     )
     console.print(_prediction(workload, domains, run_config.charm))
     console.print(
         f"\nTable 3 of the CHARM+ paper, MB: {NUM_DOMAINS * RANKS_PER_DOMAIN} L20, measured, and what is predicted for "
         f"heads of {HEAD_DIM}",
         markup=False,
+        soft_wrap=True,
     )
     console.print(_table_3())
 
