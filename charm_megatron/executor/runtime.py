@@ -168,6 +168,18 @@ class AttentionRuntime:
             kernel_reason=made.selection.reason,
         )
 
+    def call(
+        self,
+        group: dist.ProcessGroup,
+        workload: Workload,
+        *,
+        layout: str = "zigzag",
+        device: torch.device | None = None,
+    ) -> AttentionCall:
+        """Both passes of `workload` without autograd, for those who time or drive them. Collective over `group`."""
+        made = self._plan(group, workload, layout, device or torch.device("cpu")).call
+        return replace(made, softmax_scale=workload.head_dim**-0.5)
+
     def num_bytes_sent(self, group: dist.ProcessGroup) -> int:
         """Bytes that this rank has posted to its peers in `group` so far."""
         return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
