@@ -26,16 +26,19 @@ def draw_speed_up(rows: Sequence[OperatorRow], path: Path, title: str) -> None:
             )
             ccr = [row.ccr for row in line]
             axes.plot(ccr, [row.ratio_to_first for row in line], "o-", color=colour, label=name, markersize=4)
-            bounds = [row.ratio_to_first * row.median_s / row.bound_s for row in line if row.bound_s]
-            if len(bounds) == len(line):
-                axes.plot(ccr, bounds, ":", color=colour, linewidth=1)
+            if all(row.bound_s for row in line):
+                best = [row.ratio_to_first / (row.fraction_of_bound or 1.0) for row in line]
+                axes.plot(ccr, best, ":", color=colour, linewidth=1)
         axes.set_title(direction, loc="left", fontsize=10, weight="bold")
         axes.set_xlabel("CCR: computation over the ring's communication")
         axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_ylim(bottom=0)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
+    bounds = [row.ratio_to_first / row.fraction_of_bound for row in rows if row.fraction_of_bound]
+    panels[0].set_ylim(0, 1.08 * max(*bounds, *(row.ratio_to_first for row in rows), 1.0))
     panels[0].set_ylabel(f"speed-up over {names[0]}")
-    panels[-1].legend(frameon=False, fontsize=9, title="dotted: critical path", title_fontsize=8)
+    panels[-1].legend(
+        frameon=False, fontsize=9, title="dotted: critical path" if bounds else None, title_fontsize=8
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)

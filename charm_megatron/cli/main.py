@@ -16,6 +16,7 @@ from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
 from charm_megatron.cli.job import args_command
 from charm_megatron.cli.memory import memory_command
+from charm_megatron.cli.operator import operator_command
 from charm_megatron.cli.plan import plan_command
 from charm_megatron.errors import InvalidInput
 
@@ -113,4 +114,5 @@ app.command("args")(ends_in_sentences(args_command))
 app.command("memory")(ends_in_sentences(memory_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
+bench.app.command("operator")(ends_in_sentences(operator_command))
 app.add_typer(bench.app, name="bench")
