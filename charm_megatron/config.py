@@ -3,6 +3,9 @@
 A file has four sections: `launch` (how many ranks), `charm` (our attention), `data` (the text to
 train on) and `megatron` (Megatron's own flags under Megatron's own names, with underscores).
 An unknown key is an error that names the nearest known one; nothing is rewritten after validation.
+
+A file may also have `variants`, sections by name that are laid over those of the file, and `variant`, the one that
+counts: configs of one model on other lengths, or the rows of a table. `variant=NAME` as an override chooses another.
 """
 
 import types
@@ -10,7 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+)
 
 from charm_megatron.errors import ConfigError, nearest
 
@@ -23,14 +34,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+DomainFile = Annotated[str, StringConstraints(pattern=r"\.ya?ml$")]
+
+
 class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
-    domains: Literal["hosts"] | PositiveInt = Field(
+    domains: Literal["hosts", "numa"] | PositiveInt | DomainFile = Field(
         "hosts",
-        description="How the ranks of a context-parallel group fall into domains of fast links: one per "
-        "host, or this many of equal size, so that one machine can stand for several.",
+        description="How the ranks of a context-parallel group fall into domains of fast links: one a host, one "
+        "a NUMA node of a host, this many of equal size (so that one machine can stand for several), or as a "
+        "YAML file lists hosts.",
     )
     kernel: Literal["auto", "reference", "torch"] = Field(
         "auto", description="Implementation of attention over one block."
@@ -48,6 +63,10 @@ class CharmConfig(Section):
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
     deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+    strict: bool = Field(
+        False,
+        description="Refuse what this attention does not do, where Transformer Engine could do it instead.",
+    )
 
 
 class LaunchConfig(Section):
@@ -79,15 +98,31 @@ Override = Annotated[str, "SECTION.KEY=VALUE, the value in YAML"]
 
 
 def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunConfig:
-    """Reads a YAML file, applies `overrides` in order, and validates the result.
+    """Reads a YAML file, lays its variant over it, applies `overrides` in order, and validates the result.
 
     Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
     value of the wrong type.
     """
-    data = read_mapping(path)
+    data = read_mapping(path, "sections")
+    chosen = [text.partition("=")[2] for text in overrides or [] if _is_choice(text)]
+    data = _with_variant(data, chosen[-1].strip() if chosen else None, path)
     for override in overrides or []:
-        _apply(data, override)
+        if not _is_choice(override):
+            _apply(data, override)
     return parse_run_config(data, str(path))
+
+
+def load_charm_config(path: Path) -> CharmConfig:
+    """Reads a YAML file with the keys of section `charm`, for programs that are configured by something else.
+
+    Raises `ConfigError` as `load_run_config` does.
+    """
+    return parse_section(CharmConfig, read_mapping(path, "settings"), str(path))
+
+
+def variant_names(path: Path) -> tuple[str, ...]:
+    """The variants of a file, in its order; none for most files. Raises `ConfigError` as `load_run_config` does."""
+    return tuple(_variants(read_mapping(path, "sections"), path))
 
 
 def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
@@ -95,8 +130,8 @@ def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
     return parse_section(RunConfig, data, source)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The YAML mapping in a file. Raises `ConfigError` when there is none."""
+def read_mapping(path: Path, content: str) -> dict[str, Any]:
+    """The YAML mapping in a file; `content` says of what, for errors. Raises `ConfigError` when there is none."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,8 +139,44 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration {path} is not a mapping of sections but {type(data).__name__}")
+        raise ConfigError(f"configuration {path} is not a mapping of {content} but {type(data).__name__}")
     return data
+
+
+def _is_choice(override: Override) -> bool:
+    return override.partition("=")[0].strip() == "variant"
+
+
+def _variants(data: dict[str, Any], path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    variants = data.get("variants", {})
+    sections = RunConfig.model_fields
+    for name, variant in variants.items() if isinstance(variants, dict) else [("", None)]:
+        if not isinstance(variant, dict) or not all(isinstance(keys, dict) for keys in variant.values()):
+            raise ConfigError(
+                f"configuration {path}: variants{name and '.'}{name} is not a mapping of sections"
+            )
+        for section in variant.keys() - sections.keys():
+            raise ConfigError(f"{path}: unknown key 'variants.{name}.{section}'{nearest(section, sections)}")
+    checked: dict[str, dict[str, dict[str, Any]]] = variants
+    return checked
+
+
+def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[str, Any]:
+    """The sections of a file, with those of its variant laid over them, key by key."""
+    variants = _variants(data, path)
+    sections = {key: value for key, value in data.items() if key not in ("variant", "variants")}
+    name = data.get("variant") if chosen is None else chosen
+    if name is None and not variants:
+        return sections
+    if name not in variants:
+        known = f"they are {', '.join(variants)}" if variants else "it has no variants"
+        raise ConfigError(f"{path} has no variant {name!r}; {known}")
+    for section, values in variants[name].items():
+        shared = sections.get(section) or {}
+        if not isinstance(shared, dict):
+            raise ConfigError(f"{path}: section {section!r} is not a mapping")
+        sections[section] = {**shared, **values}
+    return sections
 
 
 def parse_section[Model: Section](model: type[Model], data: dict[str, Any], source: str) -> Model:
@@ -113,7 +184,7 @@ def parse_section[Model: Section](model: type[Model], data: dict[str, Any], sour
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(error, model)}") from error
+        raise ConfigError(f"{source}: {_first_problem(model, error)}") from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -135,7 +206,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
+def _first_problem(model: type[Section], error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
@@ -143,12 +214,11 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
     if problem["type"] == "missing":
         return f"key {where!r} is missing"
-    if problem["type"] == "value_error":  # raised by one of our own validators: a sentence already
-        return problem["msg"].removeprefix("Value error, ")
     return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
 
 
-def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
+def _known_keys(root: type[Section], parents: list[str]) -> list[str]:
+    model: type[BaseModel] = root
     for parent in parents:
         inner = model.model_fields[parent].annotation
         if get_origin(inner) in (types.UnionType,):

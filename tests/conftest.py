@@ -9,6 +9,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+    parser.addoption(
+        "--exhaustive", action="store_true", help="check all planners in all their programs; hours"
+    )
 
 
 @pytest.fixture

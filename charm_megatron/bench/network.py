@@ -130,4 +130,4 @@ def load_profile(name_or_path: str) -> Profile:
                 "or the path of a YAML file"
             )
         path = Path(str(files("charm_megatron.bench") / "profiles" / f"{name_or_path}.yaml"))
-    return parse_section(Profile, read_mapping(path), str(path))
+    return parse_section(Profile, read_mapping(path, "settings"), str(path))

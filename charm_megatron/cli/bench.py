@@ -1,5 +1,6 @@
 """`charm-megatron bench`: measurements."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,3 +41,48 @@ def bench_planning(
         console.print(
             "plan: all tables; program: one rank's actions; tables, programs: the two checks", style="dim"
         )
+
+
+@app.command("tables-6-7")
+def bench_tables_6_7(
+    runs: Annotated[
+        Path, typer.Argument(help="Folder of run folders, as scripts/reproduce_tables_6_7.sh makes.")
+    ],
+) -> None:
+    """Show the times of training iterations beside Tables 6 and 7 of the CHARM+ paper (16 GPUs)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from charm_megatron.bench.end_to_end import compare_iterations
+
+    def speedup(ring_ms: float | None, charm_ms: float | None) -> str:
+        return f"{ring_ms / charm_ms:.2f}x" if ring_ms and charm_ms else "-"
+
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "table",
+        "model",
+        "batch",
+        "tokens",
+        "GPU",
+        "ring",
+        "charm",
+        "speedup",
+        "ring here",
+        "charm here",
+    ):
+        table.add_column(column, justify="right")
+    table.add_column("speedup", justify="right")
+    for row in compare_iterations(runs):
+        paper = row.paper
+        here = ["-" if time_ms is None else f"{time_ms:.1f}" for time_ms in (row.ring_ms, row.charm_ms)]
+        table.add_row(
+            *map(str, (paper.table, paper.config, paper.batch, paper.seq_len, paper.gpu)),
+            *(f"{time_ms:.1f}" for time_ms in (paper.ring_ms, paper.charm_ms)),
+            speedup(paper.ring_ms, paper.charm_ms),
+            *here,
+            speedup(row.ring_ms, row.charm_ms),
+        )
+    console = Console(highlight=False, emoji=False)
+    console.print("milliseconds of an iteration; GPU is the paper's, runs here are those of one kind of GPU")
+    console.print(table)

@@ -14,6 +14,9 @@ from charm_megatron import __version__
 from charm_megatron.cli import bench, testbed
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
+from charm_megatron.cli.job import args_command
+from charm_megatron.cli.memory import memory_command
+from charm_megatron.cli.operator import operator_command
 from charm_megatron.cli.plan import plan_command
 from charm_megatron.errors import InvalidInput
 
@@ -81,7 +84,36 @@ def pretrain(
             print_summary(console, summary)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[Path, typer.Argument(help="Training script, such as Megatron-LM's pretrain_gpt.py.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own command line.")] = None,
+    charm_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--charm-config",
+            envvar="CHARM_CONFIG",
+            help="YAML file with settings of the attention, before SCRIPT.",
+        ),
+    ] = None,
+) -> None:
+    """Run a Megatron training script, unchanged, with `--cp-comm-type charm`.
+
+    For one rank; torchrun and srun start many: torchrun --nproc-per-node 8 -m charm_megatron.launch SCRIPT ...
+    """
+    with errors_as_sentences():
+        from charm_megatron.config import CharmConfig, load_charm_config
+        from charm_megatron.mcore.launcher import run_script
+
+        config = load_charm_config(charm_config) if charm_config else CharmConfig()
+        is_first = os.environ.get("RANK", "0") == "0"
+        run_script(script, arguments or [], config, typer.echo if is_first else None)
+
+
+app.command("args")(ends_in_sentences(args_command))
+app.command("memory")(ends_in_sentences(memory_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
+bench.app.command("operator")(ends_in_sentences(operator_command))
 app.add_typer(bench.app, name="bench")
 app.add_typer(testbed.app, name="testbed")

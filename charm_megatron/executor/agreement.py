@@ -20,8 +20,8 @@ def require_agreement(group: dist.ProcessGroup, digest: str, description: str) -
         )
 
 
-def gather_hosts(group: dist.ProcessGroup, host: str) -> list[str]:
-    """The host name of every rank of `group`; collective."""
+def gather_words(group: dist.ProcessGroup, word: str) -> list[str]:
+    """The word of every rank of `group`; collective."""
     gathered: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, host, group=group)
+    dist.all_gather_object(gathered, word, group=group)
     return [name or "" for name in gathered]

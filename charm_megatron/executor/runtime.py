@@ -5,7 +5,6 @@ ranks have agreed on, buffers. There is no state outside it.
 """
 
 import hashlib
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import PlanError, WorkloadError
-from charm_megatron.executor.agreement import gather_hosts, require_agreement
+from charm_megatron.executor.agreement import gather_words, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention
 from charm_megatron.executor.parcels import BufferPool
+from charm_megatron.executor.places import place_of_this_rank
 from charm_megatron.executor.run import rank_plan
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import Selection, select_kernel
@@ -29,7 +29,15 @@ from charm_megatron.schedule.schedule import Schedule, make_schedules
 from charm_megatron.schedule.text import format_schedule, schedule_header
 from charm_megatron.schedule.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
-from charm_megatron.topology import Domains, domains_from_hosts, even_domains
+from charm_megatron.topology import (
+    Domains,
+    domains_from_groups,
+    domains_from_hosts,
+    domains_from_numa,
+    even_domains,
+    parse_place,
+)
+from charm_megatron.topology.domain_file import load_groups
 from charm_megatron.workload import CAUSAL, Mask, Workload
 
 
@@ -160,28 +168,57 @@ class AttentionRuntime:
             kernel_reason=made.selection.reason,
         )
 
+    def call(
+        self,
+        group: dist.ProcessGroup,
+        workload: Workload,
+        *,
+        layout: str = "zigzag",
+        device: torch.device | None = None,
+    ) -> AttentionCall:
+        """Both passes of `workload` without autograd, for those who time or drive them. Collective over `group`."""
+        made = self._plan(group, workload, layout, device or torch.device("cpu")).call
+        return replace(made, softmax_scale=workload.head_dim**-0.5)
+
     def num_bytes_sent(self, group: dist.ProcessGroup) -> int:
         """Bytes that this rank has posted to its peers in `group` so far."""
         return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
 
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that this rank has stood still for transfers so far, in all groups."""
+        return sum(known.transport.exposed_s for known in self._groups.values())
+
+    @property
+    def num_bytes_sent_to_all(self) -> int:
+        """Bytes that this rank has posted to its peers in all groups so far."""
+        return sum(known.transport.num_bytes_sent for known in self._groups.values())
+
     # ------------------------------------------------------------------ planning
 
-    def _group(self, group: dist.ProcessGroup) -> _Group:
+    def _group(self, group: dist.ProcessGroup, device: torch.device) -> _Group:
         if group not in self._groups:
-            domains, reason = self._find_domains(group)
+            domains, reason = self._find_domains(group, device)
             transport = GroupTransport(group, self.config.deadline_s)
             self._groups[group] = _Group(domains, reason, transport, {}, {})
         return self._groups[group]
 
-    def _find_domains(self, group: dist.ProcessGroup) -> tuple[Domains, str]:
-        if self.config.domains == "hosts":
-            hosts = gather_hosts(group, socket.gethostname())
-            return domains_from_hosts(hosts), "one a host"
-        cp_size = dist.get_world_size(group)
-        return even_domains(cp_size, self.config.domains), f"as set by charm.domains: {self.config.domains}"
+    def _find_domains(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Domains, str]:
+        declared = self.config.domains
+        if isinstance(declared, int):
+            return even_domains(dist.get_world_size(group), declared), f"as set by charm.domains: {declared}"
+        words = gather_words(group, str(place_of_this_rank(device)))
+        places = [parse_place(word) for word in words]
+        if declared == "hosts":
+            return domains_from_hosts([place.host for place in places]), "one a host"
+        if declared == "numa":
+            return domains_from_numa(places), f"one a NUMA node: {' '.join(words)}"
+        return domains_from_groups(
+            places, load_groups(Path(declared))
+        ), f"as {declared} says: {' '.join(words)}"
 
     def _plan(self, group: dist.ProcessGroup, workload: Workload, layout: str, device: torch.device) -> _Plan:
-        known = self._group(group)
+        known = self._group(group, device)
         key = (workload, layout, device)
         if key not in known.plans:
             known.plans[key] = self._make_plan(group, known, workload, layout, device)

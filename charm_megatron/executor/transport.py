@@ -1,10 +1,12 @@
 """Point-to-point transfers of a group, started together and waited for together."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,6 +46,8 @@ class GroupTransport:
     deadline_s: float
     num_bytes_sent: int = 0
     _blocks_host: bool = field(init=False)
+    _waited_s: float = 0.0
+    _marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._blocks_host = dist.get_backend(self.group) == "gloo"
@@ -56,11 +60,29 @@ class GroupTransport:
 
     def wait(self, handle: object) -> None:
         assert isinstance(handle, list)
-        for work in handle:
-            if self._blocks_host:
+        if self._blocks_host:
+            started_s = time.perf_counter()
+            for work in handle:
                 self._wait_blocking(work)
-            else:
-                work.wait()
+            self._waited_s += time.perf_counter() - started_s
+            return
+        before, after = _timing_event(), _timing_event()
+        before.record()
+        for work in handle:
+            work.wait()
+        after.record()
+        self._marks.append((before, after))
+
+    @property
+    def exposed_s(self) -> float:
+        """Exposed communication: how long the host (gloo) or the stream (NCCL) has stood still for transfers so far.
+
+        On NCCL only waits that have passed on the device by now are counted.
+        """
+        while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
+            before, after = self._marks.pop(0)
+            self._waited_s += before.elapsed_time(after) / 1e3
+        return self._waited_s
 
     def _wait_blocking(self, work: dist.Work) -> None:
         try:
@@ -71,3 +93,7 @@ class GroupTransport:
                 f"rank {rank} of the context-parallel group gave up a transfer (deadline {self.deadline_s:g} s): "
                 f"{str(error).splitlines()[0]}; a peer has failed or is in another call"
             ) from error
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,15 +1,17 @@
-"""Versions of megatron-core: which ones work, and what differs between them. Only this file knows.
+"""Versions of megatron-core and Transformer Engine: which work, and what differs. Only this file knows.
 
 0.16.1 is the oldest with the attention interface used here. `megatron.training` is part of the wheel from
 0.19 on, and its `pretrain` has had the present signature since 0.19; 0.19.2 is the version that was tried.
+Transformer Engine 2.9 is the oldest that megatron-core 0.16.1 accepts; up to 2.20.2 was tried.
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.swap import resolve, swapped
@@ -19,6 +21,9 @@ Release = tuple[int, ...]
 OLDEST: Release = (0, 16, 1)
 OLDEST_FOR_PRETRAINING: Release = (0, 19, 2)
 FIRST_UNKNOWN: Release = (0, 20)
+
+OLDEST_TE: Release = (2, 9)
+FIRST_UNKNOWN_TE: Release = (2, 21)
 
 INSTALL_HINT = "pip install 'charm-megatron[megatron]' installs a version that works"
 
@@ -75,6 +80,51 @@ def _release(version: str) -> Release:
 
 def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
+
+
+TE_EXTENSION = "megatron.core.extensions.transformer_engine"
+TE_INSTALL_HINT = (
+    f"pip install 'transformer-engine[pytorch]<{_dotted(FIRST_UNKNOWN_TE)}' installs one that works"
+)
+
+
+def megatron_te() -> Any:
+    """Megatron's module of Transformer Engine classes; None where Transformer Engine is not installed.
+
+    Raises `InvalidInput` where it is installed and broken, or of a version that was not tried.
+    """
+    try:
+        extension = import_module(TE_EXTENSION)
+    except (OSError, ImportError) as error:
+        # A part of it is missing, or was built for another torch or CUDA. Megatron survives ImportError only.
+        raise InvalidInput(_broken_te(error)) from error
+    if not extension.HAVE_TE or not isinstance(extension.TEDotProductAttention, type):
+        if find_spec("transformer_engine") is None:
+            return None
+        raise InvalidInput(_broken_te("Megatron could not import transformer_engine.pytorch"))
+    version = str(extension.get_te_version())
+    if not OLDEST_TE <= _release(version) < FIRST_UNKNOWN_TE:
+        raise InvalidInput(
+            f"transformer-engine {version} was not tried; charm works with "
+            f">={_dotted(OLDEST_TE)},<{_dotted(FIRST_UNKNOWN_TE)}; {TE_INSTALL_HINT}"
+        )
+    return extension
+
+
+def require_te() -> None:
+    """Raises `InvalidInput` unless a Transformer Engine that works with Megatron is installed."""
+    if megatron_te() is None:
+        raise InvalidInput(
+            f"transformer-engine is not installed; {TE_INSTALL_HINT}, or pass --transformer-impl local to do "
+            f"without it"
+        )
+
+
+def _broken_te(problem: object) -> str:
+    return (
+        f"transformer-engine is installed but cannot be used ({' '.join(str(problem).split())}); "
+        f"`python -c 'import torch, transformer_engine.pytorch'` shows why; {TE_INSTALL_HINT}"
+    )
 
 
 COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"

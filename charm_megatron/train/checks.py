@@ -1,16 +1,20 @@
 """Checks of a configuration before anything is started, and the facts of a job that follow from it."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.topology.domain_file import load_groups
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
 from charm_megatron.train.flags import RESUME
 from charm_megatron.train.run_folder import RunFolder
+from charm_megatron.workload import Workload
 
 DEFAULT_INTERVAL = 1_000
 """Iterations between checkpoints, and evaluations, of a run whose length is given in samples."""
@@ -22,6 +26,8 @@ class JobFacts:
 
     argv: tuple[str, ...]
     train_iters: int
+    cp_size: int
+    workload: Workload
 
 
 def check_quickly(config: RunConfig) -> None:
@@ -33,30 +39,36 @@ def check_quickly(config: RunConfig) -> None:
     TextFolder.find(config.data.text)
 
 
-def check_job(config: RunConfig, folder: RunFolder, resume: bool) -> JobFacts:
-    """The checks that need Megatron. Raises `InvalidInput`; makes nothing, prints nothing."""
+def check_job(config: RunConfig, folder: RunFolder, resume: bool, cuda: bool | None = None) -> JobFacts:
+    """The checks that need Megatron. Raises `InvalidInput`; makes nothing, prints nothing.
+
+    `cuda` says for which kind of machine; None is this one.
+    """
     import torch
 
     from charm_megatron.executor.runtime import plan_schedules
-    from charm_megatron.mcore.attention import check_supported
-    from charm_megatron.train.device import stand_in_for_cuda
+    from charm_megatron.mcore.limits import Layer, check_supported
+    from charm_megatron.train.device import stand_in_for_cuda, transformer_engine_assumed
     from charm_megatron.train.job import attention_workload
 
-    cuda = torch.cuda.is_available()
+    if cuda is None:
+        cuda = torch.cuda.is_available()
     parser = megatron_parser()
     flags = effective_flags(config.megatron, cuda)
     written = parser.parse_args(to_argv(flags, parser))
     _check_layout(config, written)
     argv = to_argv({**flags, **_run_flags(folder, written, resume)}, parser)
-    with stand_in_for_cuda():
+    assumed = transformer_engine_assumed() if cuda and not torch.cuda.is_available() else nullcontext()
+    with stand_in_for_cuda(), assumed:
         args, transformer = validate(argv, config.launch.ranks)
+    workload = attention_workload(args)
     if args.context_parallel_size > 1:
         domains = _domains(config, args.context_parallel_size)
-        plan_schedules(config.charm, domains, attention_workload(args), "zigzag")
+        plan_schedules(config.charm, domains, workload, "zigzag")
         for layer_number in range(1, args.num_layers + 1):
-            check_supported(transformer, layer_number)
+            check_supported(Layer(transformer, layer_number))
     iters = args.train_iters or args.train_samples // args.global_batch_size
-    return JobFacts(tuple(argv), iters)
+    return JobFacts(tuple(argv), iters, args.context_parallel_size, workload)
 
 
 def require_more_to_do(folder: RunFolder, done: int, facts: JobFacts) -> None:
@@ -117,6 +129,13 @@ def _check_layout(config: RunConfig, args: Any) -> None:
 
 
 def _domains(config: RunConfig, cp_size: int) -> Domains:
-    """The domains of a job on this host. Raises `TopologyError` for a number that does not fit."""
+    """The domains of a job on this host, as far as they are known before it starts.
+
+    Raises `TopologyError` for a number that does not fit, and for a file that is none of domains.
+    """
     declared = config.charm.domains
-    return one_domain(cp_size) if declared == "hosts" else even_domains(cp_size, declared)
+    if isinstance(declared, int):
+        return even_domains(cp_size, declared)
+    if declared not in ("hosts", "numa"):
+        load_groups(Path(declared))
+    return one_domain(cp_size)

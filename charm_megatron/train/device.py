@@ -9,7 +9,7 @@ backward in the thread that called it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,6 +142,15 @@ def stand_in_for_cuda() -> Iterator[None]:
         for patch in PATCHES:
             stack.enter_context(wrapped(patch.target, patch.replacement))
         yield
+
+
+def transformer_engine_assumed() -> AbstractContextManager[None]:
+    """Lets Megatron's check of flags pass on a machine without Transformer Engine, for one that has it.
+
+    The check looks for its fused rotary embedding. Nothing may be run inside the block.
+    """
+    target = "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb"
+    return wrapped(target, lambda original: original or NotImplemented)
 
 
 def initialize_groups(args: Any) -> None:

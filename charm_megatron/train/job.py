@@ -15,6 +15,8 @@ from torch import Tensor
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.mcore.compat import wheel_repairs
 from charm_megatron.mcore.install import charm_attention_installed
+from charm_megatron.mcore.logger import numbers_in_megatron_logs
+from charm_megatron.mcore.shared import Notices, SplitAttention
 from charm_megatron.train.arguments import command_line
 from charm_megatron.train.data import TextFolder, build_dataset, check_size
 from charm_megatron.train.device import initialize_groups, stand_in_for_cuda
@@ -40,7 +42,9 @@ def run_rank(job: RankJob, emit: Emit) -> None:
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_cuda())
         stack.enter_context(wheel_repairs())
-        stack.enter_context(charm_attention_installed(runtime))
+        attention = SplitAttention(runtime, Notices())
+        stack.enter_context(charm_attention_installed(attention))
+        stack.enter_context(numbers_in_megatron_logs(attention))
         stack.enter_context(command_line(list(job.argv)))
         args = parse_and_validate_args()
         initialize_groups(args)

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,10 +55,11 @@ def run_ranks(job: RankJob, num_ranks: int, on_event: Callable[[Event], None]) -
     port, num_threads = free_port(), threads_per_rank(num_ranks)
     ranks: list[_Rank] = []
     try:
-        for rank in range(num_ranks):
-            place = Place(rank, num_ranks, port, num_threads)
-            ranks.append(_Rank(rank, (place, job, job.folder.log(rank))))
-        _follow(ranks, job.folder, on_event)
+        with _interrupts_as_bytes() as interrupts:
+            for rank in range(num_ranks):
+                place = Place(rank, num_ranks, port, num_threads)
+                ranks.append(_Rank(rank, (place, job, job.folder.log(rank))))
+            _follow(ranks, job.folder, on_event, interrupts)
     finally:
         _end(ranks)
 
@@ -98,13 +100,46 @@ class _Rank:
             self.failure = Failure(name, False, time.monotonic())
 
 
-def _follow(ranks: Sequence[_Rank], folder: RunFolder, on_event: Callable[[Event], None]) -> None:
-    """Waits until all ranks have finished well, or one has failed."""
+@contextmanager
+def _interrupts_as_bytes() -> Iterator[socket.socket]:
+    """Inside, Ctrl-C makes a byte readable instead of raising an exception.
+
+    The exception can come anywhere, also where Python only prints and forgets it, as in a destructor; then the
+    job would go on. Outside the main thread, where Python raises none, there is nothing to turn into bytes.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
+            return
+
+        def note(signal_number: int, frame: object) -> None:
+            with suppress(BlockingIOError):
+                writer.send(b"!")
+
+        previous = signal.signal(signal.SIGINT, note)
+        try:
+            yield reader
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _follow(
+    ranks: Sequence[_Rank],
+    folder: RunFolder,
+    on_event: Callable[[Event], None],
+    interrupts: socket.socket,
+) -> None:
+    """Waits until all ranks have finished well, or one has failed; raises `KeyboardInterrupt` for Ctrl-C."""
     running = list(ranks)
     deadline_s: float | None = None
     while running and (deadline_s is None or time.monotonic() < deadline_s):
         timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        wait([source for rank in running for source in rank.sources], timeout_s)
+        ready = wait([interrupts, *(source for rank in running for source in rank.sources)], timeout_s)
+        if interrupts in ready:
+            raise KeyboardInterrupt
         for rank in list(running):
             # An end that is noticed before the last reports are read would lose them.
             has_ended = rank.process.exitcode is not None

@@ -243,6 +243,23 @@ def test_ranks_with_different_schedules_say_so_before_the_first_transfer():
         assert "rank 1: ring forward" in message
 
 
+def waiting(rank, size):
+    runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=60))
+    run_case(runtime, rank, size)
+    before_s = runtime.exposed_s
+    if rank:
+        time.sleep(0.5)
+    run_case(runtime, rank, size)
+    return before_s, runtime.exposed_s
+
+
+def test_time_spent_waiting_for_a_late_peer_is_counted_as_exposed():
+    (before_s, after_s), (late_before_s, late_after_s) = run_ranks(waiting, 2)
+    assert before_s > 0
+    assert after_s - before_s > 0.2
+    assert late_after_s > late_before_s
+
+
 def deserted(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=1))
     run_case(runtime, rank, size, kv_heads=4)

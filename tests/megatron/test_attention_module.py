@@ -13,7 +13,8 @@ from torch import Tensor
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.attention import core_attention_class
 from charm_megatron.mcore.install import charm_attention_installed
-from charm_megatron.workload import CAUSAL, NO_MASK
+from charm_megatron.mcore.shared import SplitAttention
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
 pytestmark = [
     pytest.mark.megatron,
@@ -42,10 +43,13 @@ class FakeRuntime:
         self.asked = asked
         return query[..., : value.shape[-1]]
 
+    def receipt(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(forward=[SimpleNamespace(name="fake")], lines=list)
+
 
 def build(runtime: FakeRuntime, cp_size: int = 2, config: Values | None = None, **arguments: Any) -> Any:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
-    return core_attention_class(runtime)(
+    return core_attention_class(SplitAttention(runtime))(  # type: ignore[arg-type]
         **{
             "config": TransformerConfig(**{**sizes, "context_parallel_size": cp_size, **(config or {})}),
             "layer_number": 1,
@@ -79,6 +83,15 @@ def test_scale_and_mask_of_the_layer_are_used() -> None:
     assert runtime.asked["mask"] == NO_MASK
 
 
+def test_layers_have_their_own_windows() -> None:
+    """With a frequency of 2 every second layer sees everything."""
+    config: Values = {"window_size": (4, 0), "window_attn_skip_freq": 2}
+    for layer_number, mask in ((1, Mask(4, 0)), (2, CAUSAL)):
+        runtime = FakeRuntime()
+        build(runtime, config=config, layer_number=layer_number)(*qkv(), None)
+        assert runtime.asked["mask"] == mask
+
+
 def test_query_and_value_heads_may_differ_in_width() -> None:
     runtime = FakeRuntime()
     out = build(runtime, k_channels=12, v_channels=8)(*qkv(12, 8), None)
@@ -91,7 +104,7 @@ def test_query_and_value_heads_may_differ_in_width() -> None:
     [
         ({"attention_dropout": 0.1}, {}, "attention_dropout 0.1; set it to 0"),
         ({}, {"attention_dropout": 0.1}, "attention_dropout 0.1; set it to 0"),
-        ({"window_size": (4, 0)}, {}, "a sliding window"),
+        ({"fp8": "e4m3", "fp8_dot_product_attention": True}, {}, "fp8_dot_product_attention; switch it off"),
         ({}, {"attention_type": "cross"}, "attention of type 'cross'"),
         ({}, {"cp_comm_type": "p2p"}, "layer 1 has cp_comm_type 'p2p', which needs Transformer Engine"),
     ],
@@ -128,7 +141,7 @@ def test_local_layer_specs_hold_the_module_only_while_it_is_installed() -> None:
     def core_attention() -> Any:
         return get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention
 
-    with charm_attention_installed(FakeRuntime()) as module_class:  # type: ignore[arg-type]
-        assert core_attention() is module_class
-        assert issubclass(module_class, DotProductAttention)
+    with charm_attention_installed(SplitAttention(FakeRuntime())) as installed:  # type: ignore[arg-type]
+        assert core_attention() is installed.local
+        assert issubclass(installed.local, DotProductAttention)
     assert core_attention() is DotProductAttention

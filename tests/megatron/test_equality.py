@@ -38,18 +38,65 @@ def test_a_run_is_resumed_with_more_ranks_and_another_schedule(
     assert_same_curve(resumed, reference(False))
 
 
-def test_recomputed_attention_changes_nothing(train: Train, reference: Callable[[bool], Run]) -> None:
-    run = train(2, {"domains": 1}, {"recompute_granularity": "selective"})
-    assert_same_curve(run, reference(False))
+SHORT: Values = {"train_iters": 5}
+SAME: dict[str, Values] = {
+    "attention recomputed": {"recompute_granularity": "selective"},
+    "all recomputed": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "a list of one value a layer": {"cp_comm_type": ["charm", "charm"]},
+    "the distributed optimizer": {"use_distributed_optimizer": True},
+    "deterministic mode": {"deterministic_mode": True},
+}
 
 
-def test_tensor_and_data_parallel_ranks_change_nothing(train: Train) -> None:
+@pytest.fixture(scope="module")
+def short(train: Train) -> Run:
+    """Few iterations on one rank."""
+    return train(megatron=SHORT)
+
+
+@pytest.mark.parametrize("changes", SAME)
+def test_what_does_not_concern_attention_changes_nothing(train: Train, short: Run, changes: str) -> None:
+    assert_same_curve(train(2, {"domains": 1}, {**SHORT, **SAME[changes]}), short)
+
+
+def test_data_parallel_ranks_change_nothing(train: Train, short: Run) -> None:
+    assert_same_curve(train(2, {"domains": 1}, SHORT, ranks=4), short)
+
+
+def test_tensor_parallel_ranks_change_nothing(train: Train) -> None:
     """Vocabularies are padded to the same size here, as their padding depends on the tensor-parallel size."""
-    short: Values = {"train_iters": 5}
-    alone = train(megatron={**short, "make_vocab_size_divisible_by": 128})
-    tensor = {**short, "make_vocab_size_divisible_by": 64, "tensor_model_parallel_size": 2}
+    alone = train(megatron={**SHORT, "make_vocab_size_divisible_by": 128})
+    tensor = {**SHORT, "make_vocab_size_divisible_by": 64, "tensor_model_parallel_size": 2}
     assert_same_curve(train(2, {"domains": 1}, tensor, ranks=4), alone)
-    assert_same_curve(train(2, {"domains": 1}, short, ranks=4), alone)
+
+
+def test_pipeline_parallel_ranks_have_a_schedule_each(train: Train) -> None:
+    """Against the same pipeline, as Megatron's initial weights depend on its length."""
+    pipeline: Values = {**SHORT, "pipeline_model_parallel_size": 2}
+    assert_same_curve(train(2, {"domains": 1}, pipeline, ranks=4), train(1, {}, pipeline, ranks=2))
+
+
+def test_experts_see_the_same_tokens(train: Train) -> None:
+    """Without the balancing loss, which Megatron takes of each rank's tokens."""
+    experts: Values = {
+        **SHORT,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "disable_bias_linear": True,
+    }
+    assert_same_curve(train(2, {"domains": 1}, experts), train(megatron=experts))
+
+
+def test_every_second_layer_may_have_a_window(train: Train, short: Run) -> None:
+    window: Values = {**SHORT, "window_size": "40,0", "window_attn_skip_freq": 2}
+    alone = train(megatron=window)
+    assert_same_curve(train(4, {"domains": 2}, window), alone)
+    assert alone.steps[-1]["loss"] != pytest.approx(short.steps[-1]["loss"], rel=0.0, abs=1e-5)
 
 
 def test_multi_latent_attention_has_heads_of_other_widths(train: Train) -> None:
@@ -66,7 +113,7 @@ def test_multi_latent_attention_has_heads_of_other_widths(train: Train) -> None:
 
 
 def test_layers_for_multi_token_prediction_use_the_schedule_too(train: Train) -> None:
-    """Charm equals the ring; one rank alone only nearly.
+    """Charm equals the ring; one rank alone only nearly, in its gradients more than in its loss.
 
     Megatron takes the mean of this second loss on each rank, and the mean of these: the rank that holds the
     sequence's last token has one term less.
@@ -74,7 +121,12 @@ def test_layers_for_multi_token_prediction_use_the_schedule_too(train: Train) ->
     mtp: Values = {"mtp_num_layers": 1, "train_iters": 5}
     charm = train(4, {"schedule": "charm", "domains": 2}, mtp)
     assert_same_curve(charm, train(4, {"schedule": "ring"}, mtp))
-    assert_same_curve(charm, train(megatron=mtp), tolerance=2e-3)
+    alone = train(megatron=mtp)
+    assert_same_curve(charm, alone, tolerance=2e-3)
+    pair = train(2, {"domains": 1}, mtp)
+    for ours, theirs in ((pair.steps, alone.steps), (pair.evaluations, alone.evaluations)):
+        losses = [row["loss"] for row in theirs]
+        assert [row["loss"] for row in ours] == pytest.approx(losses, rel=0.0, abs=1e-5)
 
 
 def test_a_run_folder_says_what_was_run(train: Train) -> None:

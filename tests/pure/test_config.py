@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from charm_megatron.config import CharmConfig, load_run_config
+from charm_megatron.config import CharmConfig, load_run_config, variant_names
 from charm_megatron.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -60,3 +60,41 @@ def test_a_setting_that_is_not_section_key_value_is_refused(tmp_path, override):
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(ValidationError):
         CharmConfig().schedule = "ring"
+
+
+VARIANTS = """
+variant: short
+megatron: {lr: 1.0e-3, seq_length: 0}
+variants:
+  short: {megatron: {seq_length: 8}}
+  long: {megatron: {seq_length: 16}, launch: {ranks: 2}}
+"""
+
+
+def test_a_variant_is_laid_over_the_file_and_settings_over_both(tmp_path):
+    assert load(tmp_path, VARIANTS).megatron == {"lr": 1.0e-3, "seq_length": 8}
+    config = load(tmp_path, VARIANTS, ["variant=long", "megatron.lr=2.0"])
+    assert (config.megatron, config.launch.ranks) == ({"lr": 2.0, "seq_length": 16}, 2)
+    config = load(tmp_path, VARIANTS, ["megatron.seq_length=4", "variant=long"])
+    assert config.megatron["seq_length"] == 4
+    assert variant_names(tmp_path / "run.yaml") == ("short", "long")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (VARIANTS, ["variant=lnog"], "has no variant 'lnog'; they are short, long"),
+        (VARIANTS.replace("variant: short", ""), [], "has no variant None; they are short, long"),
+        ("launch: {ranks: 2}", ["variant=long"], "has no variants"),
+        ("variants: {a: {lunch: {}}}", [], "unknown key 'variants.a.lunch'; did you mean 'launch'?"),
+        ("variants: {a: {launch: 3}}", ["variant=a"], "variants.a is not a mapping of sections"),
+        ("variants: 3", [], "variants is not a mapping of sections"),
+        ("variant: a\nvariants: {a: {charm: {shedule: ring}}}", [], "unknown key 'charm.shedule'"),
+        ("launch: 3\nvariants: {a: {launch: {ranks: 2}}}", ["variant=a"], "launch"),
+    ],
+)
+def test_a_wrong_variant_is_one_line(tmp_path, text, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

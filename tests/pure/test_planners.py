@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from charm_megatron.errors import PlanError
 from charm_megatron.planner import PLANNERS, Shape, plan, shape
 from charm_megatron.schedule.check import check_schedule
+from charm_megatron.schedule.check_tables import check_tables
 from charm_megatron.schedule.decisions import Problem
 from charm_megatron.sharding import LAYOUTS, make_sharding, refine
 from charm_megatron.topology import Domains, even_domains, one_domain
@@ -46,6 +47,26 @@ def check(name, domains, layout, mask, heads=None, **options):
     for direction in DIRECTIONS:
         for made in schedules(name, problem, direction, **options):
             check_schedule(made)
+
+
+@pytest.mark.parametrize("size", range(1, 34))
+@pytest.mark.parametrize("name", PLANNERS)
+def test_tables_of_every_planner_pass_with_every_layout_and_mask(name, size, request):
+    """For every size up to 16, and samples above. --exhaustive: up to 33, and all programs are run as well."""
+    is_exhaustive = request.config.getoption("--exhaustive")
+    domains = one_domain(size) if size % 2 else even_domains(size, 2)
+    combinations = [(layout, mask) for layout in LAYOUTS for mask in masks(size, layout)]
+    if size > 16 and not is_exhaustive:
+        combinations = combinations[size % 9 :: 9]
+    for layout, mask in combinations:
+        if refusal(name, domains, layout, mask):
+            continue
+        problem = cut(name, domains, layout, mask, heads=(size, size))
+        for direction in DIRECTIONS:
+            for made in schedules(name, problem, direction):
+                check_tables(made)
+                if is_exhaustive:
+                    check_schedule(made)
 
 
 GRIDS = [(1, size) for size in range(1, 17)] + [(2, 8), (4, 8), (3, 5), (3, 2), (8, 1), (1, 21), (1, 33)]

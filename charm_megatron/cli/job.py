@@ -1,0 +1,63 @@
+"""`charm-megatron args`: what a run configuration means, without running it."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from charm_megatron.config import RunConfig, load_run_config
+
+if TYPE_CHECKING:
+    from charm_megatron.train.checks import JobFacts
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file, as of `charm-megatron pretrain`.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file; repeatable."),
+]
+Cpu = Annotated[
+    bool, typer.Option("--cpu", help="For machines without CUDA: gloo, local layers, no fused kernels.")
+]
+
+
+def args_command(
+    config: ConfigFile,
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(help="Run folder that the paths lead into.")] = Path("runs/run"),
+    cpu: Cpu = False,
+) -> None:
+    """Print the Megatron command line of a run configuration, one flag a line.
+
+    Megatron's own parser and checks have accepted it, for the world size of the file; no GPU is needed for that. For
+    a script of one's own: torchrun ... pretrain_gpt.py $(charm-megatron args CONFIG) --data-path ...; the last of
+    two equal flags counts.
+    """
+    for words in by_flag(check(load_run_config(config, settings), out, cpu).argv):
+        print(shlex.join(words))
+
+
+def check(config: RunConfig, out: Path, cpu: bool) -> "JobFacts":
+    """All that is checked before a run is started, for a machine with CUDA or without."""
+    from charm_megatron.mcore.compat import require_pretraining
+    from charm_megatron.train.checks import check_job, check_quickly
+    from charm_megatron.train.launch import call_in_server
+    from charm_megatron.train.run_folder import RunFolder
+
+    check_quickly(config)
+    require_pretraining()
+    facts: JobFacts = call_in_server(check_job, config, RunFolder(out.absolute()), False, not cpu)
+    return facts
+
+
+def by_flag(argv: Sequence[str]) -> Iterator[list[str]]:
+    """A command line, cut before each flag."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--") and words:
+            yield words
+            words = []
+        words.append(word)
+    if words:
+        yield words

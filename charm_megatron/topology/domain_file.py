@@ -1,0 +1,39 @@
+"""A file that says which hosts, or NUMA nodes of hosts, share fast links; where no rank can find that out.
+
+For two hosts behind one NVLink switch, and a host whose NUMA nodes are domains of their own:
+`domains: [[node1, node2], [node3:0], [node3:1]]`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from charm_megatron.errors import TopologyError
+from charm_megatron.topology.places import Place, parse_place
+
+Groups = tuple[tuple[Place, ...], ...]
+
+
+def load_groups(path: Path) -> Groups:
+    """Reads the file. Raises `TopologyError` where it cannot be read, or is not of this form."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise TopologyError(f"file of domains {path} cannot be read: {error.strerror}") from error
+    return parse_groups(text, str(path))
+
+
+def parse_groups(text: str, source: str) -> Groups:
+    """The groups that the text of a file lists."""
+    try:
+        data: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TopologyError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+    groups = data.get("domains") if isinstance(data, dict) and set(data) == {"domains"} else None
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, list) for group in groups):
+        raise TopologyError(
+            f"{source} is not one key, domains, with a list of lists of hosts, such as "
+            f"domains: [[node1, node2], [node3:0], [node3:1]]"
+        )
+    return tuple(tuple(parse_place(str(word)) for word in group) for group in groups)

@@ -1,0 +1,58 @@
+"""Reads what Linux and CUDA say of the place of a device and of a process. Text in, data out."""
+
+from collections.abc import Iterable, Mapping
+
+from charm_megatron.errors import TopologyError
+
+
+def visible_devices(text: str | None, num_devices: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES -> the devices in CUDA's own numbering: "0", "3", or "GPU-..." and "MIG-..." names.
+
+    None, where the variable is not set: all `num_devices`. As in CUDA, a word that is no device ends the list.
+    """
+    if text is None:
+        return tuple(str(number) for number in range(num_devices))
+    devices: list[str] = []
+    for word in (part.strip() for part in text.split(",")):
+        is_number = word.isdigit() and int(word) < num_devices
+        if not is_number and not word.startswith(("GPU-", "MIG-")):
+            break
+        devices.append(word)
+    return tuple(devices)
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """The name of a device's folder in /sys/bus/pci/devices. GPUs are function 0."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def numa_node(text: str) -> int | None:
+    """The content of a device's file numa_node; None for -1, where the machine does not say."""
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise TopologyError(f"numa_node {text!r} is not a number") from error
+    return None if number < 0 else number
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """Reads Linux's lists of processors, such as 0-3,8."""
+    processors: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise TopologyError(
+                f"list of processors {text.strip()!r} is not numbers and ranges, such as 0-3,8"
+            )
+        processors.update(range(int(first), int(last or first) + 1))
+    return frozenset(processors)
+
+
+def numa_node_of_processors(allowed: Iterable[int], cpu_lists: Mapping[int, str]) -> int | None:
+    """The NUMA node that holds all processors a process may use; None where they are of several.
+
+    `cpu_lists[node]` is the content of /sys/devices/system/node/node<N>/cpulist.
+    """
+    processors = set(allowed)
+    nodes = [node for node, text in sorted(cpu_lists.items()) if processors & cpu_list(text)]
+    return nodes[0] if len(nodes) == 1 else None

@@ -1,0 +1,102 @@
+"""Every configuration that ships passes Megatron's own parser and checks, and its schedule is right."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from charm_megatron.cli.job import by_flag, check
+from charm_megatron.cli.main import app
+from charm_megatron.config import load_run_config, variant_names
+from charm_megatron.executor.runtime import plan_schedules
+from charm_megatron.schedule.check import check_schedule
+from charm_megatron.schedule.check_tables import check_tables
+from charm_megatron.topology import even_domains
+from charm_megatron.workload import Workload
+
+pytestmark = pytest.mark.megatron
+
+FOLDER = Path(__file__).parents[2] / "configs" / "run"
+RANKS_PER_NODE = 8
+
+# (file, variant): one attention call as (batch, sequence, query heads, KV heads, width), CP size.
+CALLS = {
+    **{
+        ("gpt_350m.yaml", f"table_{table}_{batch}x{seq_len}"): ((batch, seq_len, 16, 16, 64), 16)
+        for table, batch, seq_len in (
+            *((6, 16, 2048), (6, 8, 4096), (6, 4, 8192), (6, 2, 16384)),
+            *((7, 16, 16384), (7, 32, 8192), (7, 64, 4096), (7, 128, 2048)),
+        )
+    },
+    **{
+        ("gpt_1_3b.yaml", f"table_6_{batch}x{seq_len}"): ((batch, seq_len, 16, 16, 128), 16)
+        for batch, seq_len in ((16, 2048), (8, 4096), (4, 8192), (2, 16384))
+    },
+    ("gpt_8b_long.yaml", "32k"): ((1, 32768, 32, 8, 128), 16),
+    ("gpt_8b_long.yaml", "128k"): ((1, 131072, 32, 8, 128), 16),
+    ("gpt_tiny_cpu.yaml", None): ((4, 512, 4, 2, 32), 4),
+}
+
+
+def test_every_file_and_variant_is_in_the_list() -> None:
+    found = [(path.name, name) for path in FOLDER.iterdir() for name in variant_names(path) or (None,)]
+    assert set(found) == set(CALLS)
+
+
+@pytest.mark.parametrize(("name", "variant"), CALLS)
+def test_flags_pass_megatrons_checks_and_the_schedule_is_right(name: str, variant: str | None) -> None:
+    sizes, cp_size = CALLS[name, variant]
+    chosen = [f"variant={variant}"] if variant else []
+    for schedule in ("ring", "charm"):
+        config = load_run_config(FOLDER / name, [*chosen, f"charm.schedule={schedule}"])
+        facts = check(config, Path("runs/run"), cpu=name == "gpt_tiny_cpu.yaml")
+        dtype = "float32" if name == "gpt_tiny_cpu.yaml" else "bfloat16"
+        batch, seq_len, heads, kv_heads, width = sizes
+        assert facts.workload == Workload(batch, seq_len, heads, kv_heads, width, width, dtype)
+        assert (facts.cp_size, config.launch.ranks) == (cp_size, cp_size)
+        domains = even_domains(cp_size, max(2, cp_size // RANKS_PER_NODE))
+        planned, _ = plan_schedules(config.charm, domains, facts.workload, "zigzag")
+        for phase in (*planned["forward"], *planned["backward"]):
+            assert phase.name.startswith(schedule)
+            check_tables(phase)
+            check_schedule(phase)
+
+
+def test_args_prints_what_a_shell_reads_back() -> None:
+    arguments = ["args", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_7_128x2048", "--out", "a b"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--cp-comm-type", nargs="+")
+    parser.add_argument("--save")
+    parser.add_argument("--distributed-backend")
+    args, _ = parser.parse_known_args(shlex.split(result.stdout))
+    assert (args.micro_batch_size, args.cp_comm_type, args.distributed_backend) == (128, ["charm"], None)
+    assert args.save == str(Path("a b").absolute() / "checkpoints")
+    assert len(result.stdout.splitlines()) == len(list(by_flag(shlex.split(result.stdout))))
+
+
+def test_args_for_a_cpu_adds_what_it_needs() -> None:
+    result = CliRunner().invoke(app, ["args", str(FOLDER / "gpt_tiny_cpu.yaml"), "--cpu"])
+    assert "--distributed-backend=gloo\n" in result.stdout
+
+
+def test_args_refuses_what_megatron_refuses() -> None:
+    arguments = ["args", str(FOLDER / "gpt_350m.yaml"), "--set", "megatron.num_attention_heads=5"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: Megatron refuses these flags")
+
+
+def test_memory_shows_ring_and_charm_beside_the_papers_numbers() -> None:
+    arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "16 in 2 domains: batch 2, 16384 tokens" in result.stdout
+    rows = {line.split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines()}
+    assert rows["paper, equations 11 and 12"] == ["160", "192", "32"]
+    assert float(rows["peak"][1]) > float(rows["peak"][0])
+    assert any("45079 45423 +344 2,048" in " ".join(line.split()) for line in result.stdout.splitlines())

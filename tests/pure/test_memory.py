@@ -1,0 +1,62 @@
+"""Predicted memory of attention, beside what the CHARM+ paper measured and computed."""
+
+import pytest
+
+from charm_megatron.cli.memory import predict
+from charm_megatron.config import CharmConfig
+from charm_megatron.schedule.memory import own_bytes, paper_bytes
+from charm_megatron.simulator.paper_memory import NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
+from charm_megatron.topology import even_domains
+from charm_megatron.workload import Workload
+
+pytestmark = pytest.mark.pure
+
+CP_SIZE = NUM_DOMAINS * RANKS_PER_DOMAIN
+DOMAINS = even_domains(CP_SIZE, NUM_DOMAINS)
+
+
+def predicted_mb(name: str, row: Measured) -> float:
+    return predict(name, row.workload, DOMAINS, CharmConfig()).peak_bytes / 2**20
+
+
+@pytest.mark.parametrize("row", TABLE_3, ids=str)
+def test_charm_needs_more_than_the_ring_by_what_the_paper_measured_within_an_order_of_magnitude(
+    row: Measured,
+) -> None:
+    difference_mb = predicted_mb("charm", row) - predicted_mb("ring", row)
+    assert row.difference_mb > 0
+    assert 0.1 < difference_mb / row.difference_mb < 10
+
+
+def test_table_3_is_the_papers() -> None:
+    """Sums of its columns, so that a slip in copying shows."""
+    assert len(TABLE_3) == 8
+    assert (sum(row.ring_mb for row in TABLE_3), sum(row.charm_mb for row in TABLE_3)) == (152_877, 156_211)
+    assert [row.difference_mb for row in TABLE_3] == [36, 180, 344, 712, 344, 1264, 58, 396]
+
+
+@pytest.mark.parametrize("row", TABLE_3, ids=str)
+def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth(row: Measured) -> None:
+    """Twenty and twenty-four buffers of float32: our programs keep 4.5 more where the paper counts 4."""
+    counted = paper_bytes("charm", row.workload, CP_SIZE) - paper_bytes("ring", row.workload, CP_SIZE)
+    assert counted == 4 * 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * 64
+    difference_mb = predicted_mb("charm", row) - predicted_mb("ring", row)
+    assert difference_mb * 2**20 == pytest.approx(counted, rel=0.2)
+
+
+def test_own_tensors_are_counted_with_grouped_heads_and_scalars() -> None:
+    workload = Workload(2, 16, 4, 2, 8, 6, "bfloat16")
+    rows = 2 * 8
+    q, kv, out, lse = rows * 4 * 8, rows * 2 * 14, rows * 4 * 6, rows * 4
+    assert own_bytes(workload, 2, "forward") == 2 * (q + kv) + (4 + 2) * out + 4 * lse
+    assert own_bytes(workload, 2, "backward") == 2 * (q + kv + 2 * out) + (4 + 2) * (q + kv) + 8 * lse
+
+
+def test_the_rings_buffers_do_not_grow_with_the_group() -> None:
+    ring = {
+        predict(
+            "ring", Workload(1, 64 * size, 2, 2, 8, 8, "bfloat16"), even_domains(size, 2), CharmConfig()
+        ).buffer_bytes
+        for size in (8, 16, 32)
+    }
+    assert len(ring) == 1

@@ -1,0 +1,104 @@
+"""Launch scripts name configurations and options that exist."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from charm_megatron.cli.main import app
+from charm_megatron.config import load_run_config
+from charm_megatron.simulator.paper_end_to_end import ITERATIONS
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_row_of_tables_6_and_7_has_a_command_and_a_configuration() -> None:
+    done = run("scripts/reproduce_tables_6_7.sh", "print", "--partition=a b")
+    assert done.returncode == 0, done.stderr
+    seen = set()
+    for line in done.stdout.splitlines():
+        out, program, *words = shlex.split(line)
+        assert program == "sbatch"
+        assert "--partition=a b" in words
+        script = words.index("scripts/slurm/pretrain.sbatch")
+        settings = words[script + 3 :: 2]
+        config = load_run_config(ROOT / words[script + 1], settings)
+        flags = config.megatron
+        seen.add(
+            (flags["hidden_size"], flags["micro_batch_size"], flags["seq_length"], config.charm.schedule)
+        )
+        assert out == f"CHARM_OUT=runs/tables_6_7/{words[2].removeprefix('--job-name=')}"
+    hidden = {"gpt_350m": 1024, "gpt_1_3b": 2048}
+    rows = {(hidden[row.config], row.batch, row.seq_len) for row in ITERATIONS}
+    assert seen == {(*row, schedule) for row in rows for schedule in ("ring", "charm")}
+
+
+def test_speedups_are_those_that_the_paper_prints() -> None:
+    printed = [2.08, 2.06, 1.92, 1.79, 1.83, 1.88, 1.81, 1.72, 1.30, 1.54, 1.61, 1.68, 1.76, 1.96, 2.10, 2.17]
+    assert [row.ring_ms / row.charm_ms for row in ITERATIONS] == pytest.approx(printed, abs=0.011)
+
+
+def test_times_of_runs_are_shown_beside_the_papers(tmp_path: Path) -> None:
+    for schedule, time_s in (("ring", 3.0), ("charm", 1.5)):
+        folder = tmp_path / f"gpt_350m-table_7_16x16384-{schedule}"
+        folder.mkdir()
+        rows = [{"step_time_s": 60.0}] * 10 + [{"step_time_s": time_s}] * 3
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(app, ["bench", "tables-6-7", str(tmp_path)], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    (row,) = (line.split() for line in result.stdout.splitlines() if "16384 H100" in " ".join(line.split()))
+    assert row == [
+        "7",
+        "gpt_350m",
+        "16",
+        "16384",
+        "H100",
+        "3385.1",
+        "1925.7",
+        "1.76x",
+        "3000.0",
+        "1500.0",
+        "2.00x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        ((), {}, "usage: scripts/torchrun/pretrain.sh CONFIG OUT [OPTION ...]"),
+        (("configs/run/gpt_tiny_cpu.yaml",), {}, "usage: "),
+        (("configs/run/gpt_tiny_cpu.yaml", "out"), {"PYTHON": "/no/python"}, "run scripts/setup first"),
+        (("configs/run/gpt_tiny_cpu.yaml", "out"), {"NUM_NODES": "2"}, "set NODE_RANK and MASTER_ADDR"),
+        (
+            ("configs/run/gpt_tiny_cpu.yaml", "out"),
+            {"NUM_NODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "x"},
+            "launch.ranks 4 of configs/run/gpt_tiny_cpu.yaml does not split evenly over 3 nodes",
+        ),
+        (("configs/run/none.yaml", "out"), {}, "error: cannot read configuration configs/run/none.yaml"),
+        (("configs/run/gpt_8b_long.yaml", "out", "--set", "variant=1k"), {}, "has no variant '1k'"),
+    ],
+)
+def test_the_torchrun_script_says_what_is_missing(
+    words: tuple[str, ...], environment: dict[str, str], sentence: str
+) -> None:
+    done = run("scripts/torchrun/pretrain.sh", *words, **{"PYTHON": sys.executable, **environment})
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
