@@ -1,4 +1,4 @@
-"""Times schedules of attention against each other on the same ranks, network and tensors.
+"""Times schedules of attention, and other libraries' attention, against each other on the same ranks and tensors.
 
 Repetitions are interleaved (A B C A B C ..), so that what disturbs the machine disturbs all. A time is that of the
 slowest rank, from a common barrier to its result. Each pass has two bounds beside it: the busiest link or the
@@ -7,151 +7,216 @@ to pay.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from charm_megatron.bench.ranks import run_on_ranks
+import numpy as np
+from torch import Tensor
+
+from charm_megatron.bench.cluster import Cluster
+from charm_megatron.bench.peers import PEERS, peer_named, tokens_of
+from charm_megatron.bench.ranks import Tell, run_on_ranks
+from charm_megatron.bench.unsharded import assembled, draw_shard, relative_error, unsharded_attention
 from charm_megatron.config import CharmConfig
+from charm_megatron.errors import InvalidInput
 from charm_megatron.executor.runtime import Schedules, plan_schedules
+from charm_megatron.schedule.decisions import IntArray
 from charm_megatron.schedule.passes import Direction
 from charm_megatron.schedule.report import report
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.schedule.wire import WireFormat, make_wire_format, traffic
-from charm_megatron.simulator import CostModel, Link, evaluate
-from charm_megatron.topology import even_domains
+from charm_megatron.schedule.wire import WireFormat, hop_bytes, make_wire_format
+from charm_megatron.sharding import make_sharding
+from charm_megatron.simulator import evaluate
 from charm_megatron.workload import Workload
 
 PASSES: tuple[Direction, Direction] = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Network:
-    """The ranks' network: where each rank runs, and its rates as configured, one way and for each rank.
-
-    `namespaces` are the ranks' network namespaces, or None for this machine's loopback, whose rates are not
-    known.
-    """
-
-    num_domains: int
-    ranks_per_domain: int
-    inside_bytes_per_s: float | None = None
-    across_bytes_per_s: float | None = None
-    namespaces: tuple[str, ...] | None = None
-    interface: str = "lo"
-    master_addr: str = "127.0.0.1"
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_domains * self.ranks_per_domain
-
-    def cost_model(self, flops_per_s: float) -> CostModel | None:
-        """The network as the simulator's links; None for loopback."""
-        if self.inside_bytes_per_s is None or self.across_bytes_per_s is None:
-            return None
-        return CostModel(flops_per_s, Link(self.inside_bytes_per_s), Link(self.across_bytes_per_s))
+MOST_CHECKED_TOKENS = 8192
+"""A longer sequence's unsharded attention would take longer than the benchmark."""
 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One workload and the schedules to run it with. `ccr` is the target of modelled computation; None: real."""
+    """One workload and the contestants: schedules of ours by name, and peers.
+
+    `ccr` is the target of modelled computation; None: real.
+    """
 
     workload: Workload
     schedules: tuple[str, ...]
     layout: str = "zigzag"
-    settings: CharmConfig = field(default_factory=CharmConfig)
+    settings: CharmConfig = field(default_factory=lambda: CharmConfig(fuse=False))
     ccr: float | None = None
     repetitions: int = 5
     warm_up: int = 1
+    peers: tuple[str, ...] = ()
+    passes: tuple[Direction, ...] = PASSES
+
+    def __post_init__(self) -> None:
+        if not self.schedules:
+            raise InvalidInput("there is no schedule to time; name one, such as --schedules ring,charm")
+        if len(set(self.schedules)) != len(self.schedules):
+            raise InvalidInput(f"a schedule is named twice: {','.join(self.schedules)}")
+        for name in self.peers:
+            peer_named(name)
 
     @property
     def is_modelled(self) -> bool:
         return self.ccr is not None
 
+    @property
+    def num_stages(self) -> int:
+        """How many lines of progress a run tells."""
+        return 2 + (self.warm_up + self.repetitions) * len(self.contestants)
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        return (*self.schedules, *self.peers)
+
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One pass of one schedule. Times in seconds; bytes are those of the busiest sender."""
+    """One pass of one contestant. Times in seconds; bytes are those of the busiest sender.
+
+    `note` says why a contestant was not timed; its numbers are then None. What is planned or bounded is None for
+    peers, what came over the wire on loopback, bounds where the rates of the links are not known, and `error`, the
+    largest difference to unsharded attention over the largest entry, where nothing was computed.
+    """
 
     schedule: str
-    direction: str
-    median_s: float
-    min_s: float
-    max_s: float
-    ratio_to_first: float
-    ccr: float
+    direction: Direction
+    network: str
     is_modelled: bool
-    bytes_planned: int
-    bytes_wire: int | None
-    busiest_s: float | None
-    bound_s: float | None
+    is_peer: bool = False
+    median_s: float | None = None
+    min_s: float | None = None
+    max_s: float | None = None
+    ratio_to_first: float | None = None
+    ccr: float | None = None
+    bytes_planned: int | None = None
+    bytes_wire: int | None = None
+    busiest_s: float | None = None
+    bound_s: float | None = None
+    error: float | None = None
+    note: str = ""
 
     @property
     def fraction_of_bound(self) -> float | None:
         """How much of the critical path's speed is reached."""
-        return None if self.bound_s is None else self.bound_s / self.median_s
+        return None if self.bound_s is None or self.median_s is None else self.bound_s / self.median_s
+
+    @property
+    def fraction_of_busiest(self) -> float | None:
+        """How much of the busiest link's, or the computation's, speed is reached."""
+        return None if self.busiest_s is None or self.median_s is None else self.busiest_s / self.median_s
+
+
+Key = tuple[str, str]
+"""A contestant, and a direction."""
+
+TokensByRank = tuple[tuple[int, ...], ...]
+RESULTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: seconds by (schedule, direction), and bytes that left its interface by the same."""
+    """What one rank measured: seconds and bytes that left its interface, by repetition.
 
-    seconds: Mapping[tuple[str, str], list[float]]
-    wire_bytes: Mapping[tuple[str, str], list[int]]
+    `computation_s`, `communication_s`: of the first schedule, by direction. `outputs`: out, dq, dk, dv of this rank,
+    where they were computed. `notes` says why a contestant did not take part.
+    """
+
+    seconds: Mapping[Key, Sequence[float]]
+    wire_bytes: Mapping[Key, Sequence[int]]
     communication_s: Mapping[str, float]
     computation_s: Mapping[str, float]
+    outputs: Mapping[str, Sequence[Tensor]]
+    notes: Mapping[str, str]
 
 
-def run_case(
-    case: OperatorCase, network: Network, progress: Callable[[str], None] = lambda stage: None
-) -> list[OperatorRow]:
-    """Runs all schedules of a case; the ratio is to the first of them."""
+def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line: None) -> list[OperatorRow]:
+    """Runs all contestants of a case; ratios are to the first. Empty on the later ranks of a launched job."""
     from charm_megatron.bench.operator_rank import measure_rank
 
     progress("starting ranks")
-    flops = {direction: _flops(case, network, direction) for direction in PASSES}
-    measured: list[RankTimes] = run_on_ranks(measure_rank, network, case, network.num_domains, flops)
-    rows = [_row(case, network, measured, name, direction) for name in case.schedules for direction in PASSES]
+    for name in case.schedules:
+        planned(case, cluster, name)  # what cannot be planned is said before anything starts
+    flops = {direction: _flops(case, cluster, direction) for direction in PASSES}
+    measured: list[RankTimes] | None = run_on_ranks(
+        measure_rank, cluster, case, cluster.num_domains, flops, progress=progress
+    )
+    if measured is None:
+        return []
+    errors = _errors(case, measured)
+    rows = [
+        _row(case, cluster, measured, errors, name, direction)
+        for name in case.contestants
+        for direction in case.passes
+    ]
     first = {row.direction: row.median_s for row in rows if row.schedule == case.schedules[0]}
-    return [replace(row, ratio_to_first=first[row.direction] / row.median_s) for row in rows]
+    return [replace(row, ratio_to_first=_ratio(first[row.direction], row.median_s)) for row in rows]
+
+
+def _ratio(first_s: float | None, this_s: float | None) -> float | None:
+    return first_s / this_s if first_s and this_s else None
 
 
 def _row(
-    case: OperatorCase, network: Network, measured: Sequence[RankTimes], name: str, direction: Direction
+    case: OperatorCase,
+    cluster: Cluster,
+    measured: Sequence[RankTimes],
+    errors: Mapping[Key, float],
+    name: str,
+    direction: Direction,
 ) -> OperatorRow:
-    times = [
-        max(repetition) for repetition in zip(*(m.seconds[name, direction] for m in measured), strict=True)
-    ]
-    phases, wire = planned(case, network, name)
-    schedules = phases[direction]
-    sent = traffic(*schedules, wire=wire)
-    computation_s = max(m.computation_s[direction] for m in measured)
-    communication_s = max(m.communication_s[direction] for m in measured)
-    on_wire = [
-        max(repetition) for repetition in zip(*(m.wire_bytes[name, direction] for m in measured), strict=True)
-    ]
-    cost = network.cost_model(_flops(case, network, direction) / computation_s) if computation_s else None
-    return OperatorRow(
+    computation_s = max(one.computation_s[direction] for one in measured)
+    communication_s = max(one.communication_s[direction] for one in measured)
+    row = OperatorRow(
         schedule=name,
         direction=direction,
-        median_s=statistics.median(times),
-        min_s=min(times),
-        max_s=max(times),
-        ratio_to_first=1.0,
-        ccr=computation_s / communication_s if communication_s else float("inf"),
+        network=str(cluster),
         is_modelled=case.is_modelled,
-        bytes_planned=int(sent.total_bytes.max()),
-        bytes_wire=int(statistics.median(on_wire)) if network.namespaces else None,
-        busiest_s=_busiest_s(schedules, wire, cost, computation_s),
-        bound_s=sum(evaluate(schedule, wire, cost).makespan_s for schedule in schedules) if cost else None,
+        is_peer=name in case.peers,
+        ccr=computation_s / communication_s if communication_s else float("inf"),
     )
+    if name in measured[0].notes:
+        return replace(row, note=measured[0].notes[name])
+    times = _slowest([one.seconds[name, direction] for one in measured])
+    row = replace(row, median_s=statistics.median(times), min_s=min(times), max_s=max(times))
+    row = replace(row, error=errors.get((name, direction)))
+    if cluster.namespaces:
+        wire_bytes = [statistics.median(one.wire_bytes[name, direction]) for one in measured]
+        row = replace(row, bytes_wire=int(max(wire_bytes)))
+    return row if row.is_peer else replace(row, **_planned(case, cluster, name, direction, computation_s))
 
 
-def planned(case: OperatorCase, network: Network, name: str) -> tuple[Schedules, WireFormat]:
+def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
+    """By repetition, the time of the slowest rank."""
+    return [max(repetition) for repetition in zip(*times, strict=True)]
+
+
+def _planned(
+    case: OperatorCase, cluster: Cluster, name: str, direction: Direction, computation_s: float
+) -> dict[str, Any]:
+    """What the plan says of a row: bytes, and bounds where the rates of the links are known."""
+    phases, wire = planned(case, cluster, name)
+    schedules = phases[direction]
+    pair_bytes = pairwise_bytes(schedules, wire)
+    values: dict[str, Any] = {"bytes_planned": int(pair_bytes.sum(axis=1).max())}
+    link_s = cluster.busiest_link_s(pair_bytes)
+    flops = _flops(case, cluster, direction)
+    cost = cluster.cost_model(flops / computation_s) if computation_s else None
+    if link_s is not None and cost is not None:
+        values["bound_s"] = sum(evaluate(schedule, wire, cost).makespan_s for schedule in schedules)
+        busiest_flops = float(report(schedules, wire).flops.max())
+        values["busiest_s"] = max(link_s, busiest_flops / cost.flops_per_s)
+    return values
+
+
+def planned(case: OperatorCase, cluster: Cluster, name: str) -> tuple[Schedules, WireFormat]:
     """The schedules and wire format that the ranks agree on for one name."""
-    settings = settings_for(case, network.num_domains, name)
-    domains = even_domains(network.num_ranks, network.num_domains)
-    schedules, _ = plan_schedules(settings, domains, case.workload, case.layout)
+    settings = settings_for(case, cluster.num_domains, name)
+    schedules, _ = plan_schedules(settings, cluster.domains, case.workload, case.layout)
     problem = schedules["forward"][0].problem
     wire = make_wire_format(
         case.workload, problem, out_return=settings.return_dtype, grad_return=settings.grad_return_dtype
@@ -164,29 +229,71 @@ def settings_for(case: OperatorCase, num_domains: int, name: str) -> CharmConfig
     return case.settings.model_copy(update={"schedule": name, "domains": num_domains})
 
 
-def _flops(case: OperatorCase, network: Network, direction: Direction) -> float:
-    """Work of the busiest rank of the first schedule, by which computation was measured."""
-    schedules, wire = planned(case, network, case.schedules[0])
+def pairwise_bytes(schedules: Sequence[Schedule], wire: WireFormat) -> IntArray:
+    """Bytes that each rank sends to each other, [from, to]."""
+    total: IntArray = np.zeros((wire.problem.cp_size,) * 2, dtype=np.int64)
+    for schedule in schedules:
+        np.add.at(total, (schedule.hops.src, schedule.hops.dst), hop_bytes(schedule, wire))
+    return total
+
+
+def _flops(case: OperatorCase, cluster: Cluster, direction: Direction) -> float:
+    """Work of the busiest rank of the first schedule, by which computation is measured."""
+    schedules, wire = planned(case, cluster, case.schedules[0])
     return float(report(schedules[direction], wire).flops.max())
 
 
-def _busiest_s(
-    schedules: Sequence[Schedule], wire: WireFormat, cost: CostModel | None, computation_s: float
-) -> float | None:
-    if cost is None:
-        return None
-    out = traffic(*schedules, wire=wire)
-    times = [
-        out.inside_bytes.max() / cost.inside.bytes_per_s,
-        out.across_bytes.max() / cost.across.bytes_per_s,
-    ]
-    return max(computation_s, *(float(x) for x in times))
+# ---------------------------------------------------------------------- errors
+
+
+def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[Key, float]:
+    """The larger of the relative errors of out (forward), or dq, dk, dv (backward), by contestant."""
+    errors = {}
+    references: dict[TokensByRank, dict[str, Tensor]] = {}
+    for name in measured[0].outputs:
+        tokens = tokens_by_rank(case, name, len(measured))
+        if tokens not in references:
+            shards = [shard_of(case.workload, rank, len(measured)) for rank in range(len(measured))]
+            whole = (assembled(tensors, tokens) for tensors in zip(*shards, strict=True))
+            references[tokens] = unsharded_attention(*whole, case.workload.mask)
+        found = [
+            relative_error(assembled(shards, tokens), references[tokens][tensor])
+            for shards, tensor in zip(zip(*(one.outputs[name] for one in measured)), RESULTS)
+        ]
+        errors[name, "forward"], errors[name, "backward"] = found[0], max(found[1:], default=0.0)
+    return errors
+
+
+def tokens_by_rank(case: OperatorCase, name: str, num_ranks: int) -> TokensByRank:
+    """Which tokens each rank holds for one contestant."""
+    if name in case.peers:
+        return tuple(tokens_of(PEERS[name], case.workload, num_ranks, rank) for rank in range(num_ranks))
+    workload = case.workload
+    return make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
+
+
+def shard_of(workload: Workload, rank: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, dout of one rank."""
+    import torch
+
+    widths = workload.head_dim, workload.head_dim_v
+    return draw_shard(
+        rank,
+        workload.seq_len // num_ranks,
+        workload.batch,
+        workload.num_heads,
+        workload.num_kv_heads,
+        widths,
+        getattr(torch, workload.dtype),
+    )
 
 
 def as_json(row: OperatorRow) -> dict[str, Any]:
     """A row for other programs."""
     return {
+        "network": row.network,
         "schedule": row.schedule,
+        "peer": row.is_peer,
         "pass": row.direction,
         "median_s": row.median_s,
         "min_s": row.min_s,
@@ -199,4 +306,6 @@ def as_json(row: OperatorRow) -> dict[str, Any]:
         "busiest_s": row.busiest_s,
         "bound_s": row.bound_s,
         "fraction_of_bound": row.fraction_of_bound,
+        "error": row.error,
+        "note": row.note,
     }

@@ -2,134 +2,210 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.bench.modelled import ModelledKernel
-from charm_megatron.bench.operator import PASSES, OperatorCase, RankTimes, settings_for
-from charm_megatron.executor.attention import AttentionCall
+from charm_megatron.bench.network_commands import HEADER_BYTES
+from charm_megatron.bench.operator import (
+    MOST_CHECKED_TOKENS,
+    PASSES,
+    OperatorCase,
+    RankTimes,
+    settings_for,
+    shard_of,
+)
+from charm_megatron.bench.peers import PEERS, why_not
+from charm_megatron.bench.ranks import Tell
+from charm_megatron.executor.attention import AttentionCall, ForwardResult
 from charm_megatron.executor.runtime import AttentionRuntime
+from charm_megatron.kernels import BlockKernel
 from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.passes import KV, Q
-from charm_megatron.workload import Workload
 
 INSTANTLY = float("inf")
-STATISTICS = Path("/sys/class/net")
+Shard = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Contestant(Protocol):
+    """Attention of this rank's shard. `forward` and then `backward` are timed; both may be repeated."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out, dq, dk and dv of the last passes, [s, b, h, d]."""
+        ...
+
+
+@dataclass
+class _Ours:
+    """One of our schedules."""
+
+    call: AttentionCall
+    shard: Shard
+    result: ForwardResult | None = None
+    grads: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self) -> None:
+        self.result = self.call.forward(*self.shard[:3])
+
+    def backward(self) -> None:
+        assert self.result is not None, "forward comes first"
+        q, k, v, dout = self.shard
+        self.grads = self.call.backward(dout, q, k, v, self.result)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.result is not None, "forward comes first"
+        assert self.grads is not None, "backward comes first"
+        return self.result.out, *self.grads
 
 
 def measure_rank(
-    rank: int, num_ranks: int, case: OperatorCase, num_domains: int, flops: dict[str, float]
+    tell: Tell, rank: int, num_ranks: int, case: OperatorCase, num_domains: int, flops: Mapping[str, float]
 ) -> RankTimes:
-    """Times every schedule of the case, repetition by repetition.
+    """Times every contestant of the case, repetition by repetition.
 
     `flops` are those of the busiest rank by pass, to which modelled computation is scaled.
     """
     group = dist.group.WORLD
     assert group is not None
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    shard = tuple(x.to(device) for x in shard_of(case.workload, rank, num_ranks))
+    assert len(shard) == 4
     calls = {}
     for name in case.schedules:
         runtime = AttentionRuntime(settings_for(case, num_domains, name))
-        calls[name] = runtime.call(group, case.workload, layout=case.layout)
-    shard = _Shard(case.workload, num_ranks, rank)
+        calls[name] = runtime.call(group, case.workload, layout=case.layout, device=device)
+    tell("communication alone")
     first = calls[case.schedules[0]]
-    communication_s = _time_both(replace(first, kernel=ModelledKernel(INSTANTLY, INSTANTLY)), shard)
+    silent = replace(first, kernel=ModelledKernel(INSTANTLY, INSTANTLY))
+    communication_s = _time_both(_Ours(silent, shard), case.passes)
+    kernel: BlockKernel | None = None
     if case.ccr is None:
-        computation_s = _blocks_alone(first)
+        tell("computation alone")
+        computation_s = _blocks_alone(first, device)
     else:
+        tell("modelled computation")
         computation_s = {way: case.ccr * took_s for way, took_s in communication_s.items()}
-        calls = {name: _modelled(call, flops, computation_s) for name, call in calls.items()}
+        kernel = _modelled(flops, computation_s)
+        calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
+    contestants: dict[str, Contestant] = {name: _Ours(call, shard) for name, call in calls.items()}
+    peers, notes = _peers(case, group, shard, kernel)
+    contestants |= peers
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     wire_bytes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for repetition in range(case.warm_up + case.repetitions):
-        for name, call in calls.items():
-            for way, (took_s, sent) in _run(call, shard).items():
-                if repetition >= case.warm_up:
+        is_warm_up = repetition < case.warm_up
+        number = "warm-up" if is_warm_up else f"{repetition - case.warm_up + 1} of {case.repetitions}"
+        for name, contestant in contestants.items():
+            tell(f"{number}: {name}")
+            for way, (took_s, sent) in _run(contestant, case.passes).items():
+                if not is_warm_up:
                     seconds[name, way].append(took_s)
                     wire_bytes[name, way].append(sent)
-    return RankTimes(dict(seconds), dict(wire_bytes), communication_s, computation_s)
+    is_checked = (
+        not case.is_modelled and "backward" in case.passes and case.workload.seq_len <= MOST_CHECKED_TOKENS
+    )
+    outputs = {
+        name: tuple(x.detach().cpu() for x in contestant.results())
+        for name, contestant in contestants.items()
+        if is_checked
+    }
+    return RankTimes(dict(seconds), dict(wire_bytes), communication_s, computation_s, outputs, notes)
 
 
-class _Shard:
-    """Random tensors of one rank."""
+def _peers(
+    case: OperatorCase, group: dist.ProcessGroup, shard: Shard, kernel: BlockKernel | None
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """The peers that can run the case, and why the others cannot."""
+    from charm_megatron.bench.peer_calls import make_call
 
-    def __init__(self, workload: Workload, num_ranks: int, rank: int):
-        random = torch.Generator().manual_seed(rank)
-        tokens, dtype = workload.seq_len // num_ranks, getattr(torch, workload.dtype)
-
-        def draw(heads: int, width: int) -> Tensor:
-            return torch.randn(tokens, workload.batch, heads, width, generator=random).to(dtype)
-
-        self.q = draw(workload.num_heads, workload.head_dim)
-        self.k = draw(workload.num_kv_heads, workload.head_dim)
-        self.v = draw(workload.num_kv_heads, workload.head_dim_v)
-        self.dout = draw(workload.num_heads, workload.head_dim_v)
+    running: dict[str, Contestant] = {}
+    notes: dict[str, str] = {}
+    for name in case.peers:
+        reason = why_not(PEERS[name], case.workload, dist.get_world_size(group), is_modelled=case.is_modelled)
+        if reason is None:
+            running[name] = make_call(PEERS[name], group, case.workload, kernel).prepare(*shard)
+        else:
+            notes[name] = reason
+    return running, notes
 
 
-def _run(call: AttentionCall, shard: _Shard) -> dict[str, tuple[float, int]]:
+def _run(contestant: Contestant, passes: Sequence[str]) -> dict[str, tuple[float, int]]:
     """(seconds, bytes on the wire) of each pass, from a barrier."""
-    result = None
-
-    def forward() -> None:
-        nonlocal result
-        result = call.forward(shard.q, shard.k, shard.v)
-
-    def backward() -> None:
-        assert result is not None
-        call.backward(shard.dout, shard.q, shard.k, shard.v, result)
-
-    return {way: _timed(run) for way, run in zip(PASSES, (forward, backward), strict=True)}
+    runs = {"forward": contestant.forward, "backward": contestant.backward}
+    return {way: _timed(runs[way]) for way in PASSES if way == "forward" or way in passes}
 
 
 def _timed(run: Callable[[], None]) -> tuple[float, int]:
+    _finish()
     dist.barrier()
-    sent = _transmitted_bytes()
+    sent = _payload_bytes()
     started = time.perf_counter()
     run()
+    _finish()
     took_s = time.perf_counter() - started
     dist.barrier()
-    return took_s, _transmitted_bytes() - sent
+    return took_s, _payload_bytes() - sent
 
 
-def _time_both(call: AttentionCall, shard: _Shard) -> dict[str, float]:
-    """Seconds of each pass on the slowest rank; the better of two runs."""
-    runs = [_run(call, shard) for _ in range(2)]
-    best = torch.tensor([min(run[way][0] for run in runs) for way in PASSES], dtype=torch.float64)
-    dist.all_reduce(best, op=dist.ReduceOp.MAX)
-    return dict(zip(PASSES, best.tolist(), strict=True))
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
-def _modelled(call: AttentionCall, flops: dict[str, float], computation_s: dict[str, float]) -> AttentionCall:
-    """The call with waits in place of blocks, at the rates by which `flops` take `computation_s`."""
+def _time_both(contestant: Contestant, passes: Sequence[str]) -> dict[str, float]:
+    """Seconds of each pass on the slowest rank; the better of two runs. A pass that is not run takes none."""
+    runs = [_run(contestant, passes) for _ in range(2)]
+    return _slowest([min(run[way][0] if way in run else 0.0 for run in runs) for way in PASSES])
+
+
+def _slowest(times: list[float]) -> dict[str, float]:
+    """The largest of all ranks, by pass."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(PASSES, slowest.tolist(), strict=True))
+
+
+def _modelled(flops: Mapping[str, float], computation_s: Mapping[str, float]) -> ModelledKernel:
+    """Waits in place of blocks, at the rates by which `flops` take `computation_s`."""
     rates = {way: flops[way] / computation_s[way] if computation_s[way] else INSTANTLY for way in PASSES}
-    return replace(call, kernel=ModelledKernel(rates["forward"], rates["backward"]))
+    return ModelledKernel(rates["forward"], rates["backward"])
 
 
-def _blocks_alone(call: AttentionCall) -> dict[str, float]:
+def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[str, float]:
     """Seconds of all blocks of each pass without any transfer, on the slowest rank, all ranks at once."""
     times = []
     for plans, is_forward in ((call.forward_plans, True), (call.backward_plans, False)):
         blocks = [
-            _Block(call, action) for plan in plans for action in plan.program if isinstance(action, Attend)
+            _Block(call, action, device)
+            for plan in plans
+            for action in plan.program
+            if isinstance(action, Attend)
         ]
+        _finish()
         dist.barrier()
         started = time.perf_counter()
         for block in blocks:
             block.forward() if is_forward else block.backward()
+        _finish()
         times.append(time.perf_counter() - started)
-    slowest = torch.tensor(times, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(PASSES, slowest.tolist(), strict=True))
+    return _slowest(times)
 
 
 class _Block:
     """One rectangle with random operands."""
 
-    def __init__(self, call: AttentionCall, action: Attend):
+    def __init__(self, call: AttentionCall, action: Attend, device: torch.device):
         workload, chunks = call.wire.workload, call.wire.problem.sharding.chunks
         rows, keys = (sum(chunks[name.chunk].length for name in names) for names in (action.q, action.kv))
         dtype, lse_dtype = getattr(torch, workload.dtype), getattr(torch, workload.accumulate_dtype)
@@ -138,11 +214,15 @@ class _Block:
         self.rows, self.keys, self.band = slice(0, rows), slice(0, keys), action.band
         if action.band:
             self.rows, self.keys, self.band = action.band.trimmed(rows, keys)
-        self.q = torch.randn(rows, workload.batch, heads[0], workload.head_dim).to(dtype)[self.rows]
-        self.k = torch.randn(keys, workload.batch, heads[1], workload.head_dim).to(dtype)[self.keys]
-        self.v = torch.randn(keys, workload.batch, heads[1], workload.head_dim_v).to(dtype)[self.keys]
-        self.dout = torch.randn(*self.q.shape[:3], workload.head_dim_v).to(dtype)
-        self.lse = torch.zeros(self.q.shape[:3], dtype=lse_dtype)
+
+        def draw(tokens: int, num_heads: int, width: int) -> Tensor:
+            return torch.randn(tokens, workload.batch, num_heads, width, device=device).to(dtype)
+
+        self.q = draw(rows, heads[0], workload.head_dim)[self.rows]
+        self.k = draw(keys, heads[1], workload.head_dim)[self.keys]
+        self.v = draw(keys, heads[1], workload.head_dim_v)[self.keys]
+        self.dout = draw(self.q.shape[0], heads[0], workload.head_dim_v)
+        self.lse = torch.zeros(self.q.shape[:3], dtype=lse_dtype, device=device)
 
     def forward(self) -> None:
         self.kernel.forward(
@@ -163,8 +243,16 @@ class _Block:
         )
 
 
-def _transmitted_bytes() -> int:
-    """Bytes that have left this rank's interfaces, headers included; those of the rank's namespace, lo left out."""
-    return sum(
-        int((path / "statistics/tx_bytes").read_text()) for path in STATISTICS.iterdir() if path.name != "lo"
-    )
+def _payload_bytes() -> int:
+    """TCP payload that has left this rank's namespace, by the counters of its interfaces, lo left out.
+
+    Each packet's headers are subtracted, so that one without payload counts nothing.
+    """
+    lines = Path("/proc/thread-self/net/dev").read_text("ascii").splitlines()[2:]
+    total = 0
+    for line in lines:
+        device, numbers = line.split(":", 1)
+        if device.strip() != "lo":
+            columns = numbers.split()
+            total += int(columns[8]) - HEADER_BYTES * int(columns[9])
+    return total

@@ -1,7 +1,7 @@
-"""Runs a function on ranks of this machine, each in its network namespace where there are some.
+"""Runs a function on all ranks of a cluster.
 
-Ranks are forked from this process, which has imported torch already; a rank enters its namespace before it makes its
-first socket. CPU only: no CUDA context may exist.
+Ranks of this machine are forked from this process, which has imported torch already; a rank enters its namespace
+before it makes its first socket. CPU only: no CUDA context may exist. Of a launched job this process is one rank.
 """
 
 import multiprocessing
@@ -10,88 +10,122 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from charm_megatron.bench.cluster import Cluster
 from charm_megatron.errors import LaunchError
 
-if TYPE_CHECKING:
-    from charm_megatron.bench.operator import Network
-
-NAMESPACES = Path("/run/netns")
 PORT = 29_500
 END_S = 10.0
 
+Tell = Callable[[str], None]
+"""Takes a line of progress."""
 
-def run_on_ranks(function: Callable[..., Any], network: "Network", *args: Any) -> list[Any]:
-    """Gives `function(rank, num_ranks, *args)` of all ranks, inside one gloo group.
 
-    Raises `LaunchError` with the first rank's last words when one fails; the others are ended.
+def run_on_ranks(
+    function: Callable[..., Any], cluster: Cluster, *args: Any, progress: Tell = lambda line: None
+) -> list[Any] | None:
+    """Gives `function(tell, rank, num_ranks, *args)` of all ranks, inside one process group.
+
+    `progress` gets what rank 0 tells. Gives None on the ranks of a launched job but the first. Raises `LaunchError`
+    with the first rank's last words when one fails; the others are ended.
     """
+    if cluster.is_launched:
+        return _run_as_rank(function, cluster, args, progress)
     import torch
 
     torch.set_num_threads(1)
-    port = PORT if network.namespaces else _free_port()
+    port = PORT if cluster.namespaces else _free_port()
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
     processes = []
-    for rank in range(network.num_ranks):
+    for rank in range(cluster.num_ranks):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_main, args=(sender, function, rank, network, port, args), daemon=True
+            target=_main, args=(sender, function, rank, cluster, port, args), daemon=True
         )
         process.start()
         sender.close()
         ends.append(receiver)
         processes.append(process)
     try:
-        return _gather(ends)
+        return _gather(ends, progress)
     finally:
         for process in processes:
-            process.join(END_S)
+            process.join(END_S if process.exitcode is None else 0)
             if process.is_alive():
                 process.kill()
 
 
-def _gather(ends: list[Connection]) -> list[Any]:
+def _gather(ends: list[Connection], progress: Tell) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         for end in wait([end for rank, end in enumerate(ends) if rank not in results]):
             rank = next(i for i, other in enumerate(ends) if other is end)
             try:
-                has_worked, value = ends[rank].recv()
+                kind, value = ends[rank].recv()
             except EOFError:
-                has_worked, value = False, "ended without a word"
-            if not has_worked:
+                kind, value = "failed", "ended without a word"
+            if kind == "failed":
+                for other in ends:
+                    other.close()
                 raise LaunchError(f"rank {rank} failed: {value}")
-            results[rank] = value
+            if kind == "progress":
+                progress(value)
+            else:
+                results[rank] = value
     return [results[rank] for rank in range(len(ends))]
 
 
 def _main(
-    sender: Connection, function: Callable[..., Any], rank: int, network: "Network", port: int, args: Any
+    sender: Connection, function: Callable[..., Any], rank: int, cluster: Cluster, port: int, args: Any
 ) -> None:
     import torch.distributed as dist
 
+    from charm_megatron.bench.namespaces import enter
+
+    def tell(line: str) -> None:
+        if rank == 0:
+            sender.send(("progress", line))
+
     try:
-        if network.namespaces:
-            with (NAMESPACES / network.namespaces[rank]).open() as namespace:
-                os.setns(namespace.fileno(), os.CLONE_NEWNET)
-        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+        if cluster.namespaces:
+            enter(cluster.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{network.master_addr}:{port}",
+            init_method=f"tcp://{cluster.master_addr}:{port}",
             rank=rank,
-            world_size=network.num_ranks,
+            world_size=cluster.num_ranks,
         )
-        value = function(rank, network.num_ranks, *args)
+        value = function(tell, rank, cluster.num_ranks, *args)
         dist.barrier()  # ranks that leave a gloo group at different times abort now and then
-        sender.send((True, value))
+        sender.send(("done", value))
         dist.destroy_process_group()
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send(("failed", traceback.format_exc()))
         sender.close()
         os._exit(1)
+
+
+def _run_as_rank(
+    function: Callable[..., Any], cluster: Cluster, args: Any, progress: Tell
+) -> list[Any] | None:
+    import torch
+    import torch.distributed as dist
+
+    has_gpu = torch.cuda.is_available()
+    if not dist.is_initialized():
+        if has_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if has_gpu else "gloo")
+    rank = dist.get_rank()
+    value = function(progress if rank == 0 else lambda line: None, rank, cluster.num_ranks, *args)
+    values: list[Any] | None = [None] * cluster.num_ranks if rank == 0 else None
+    dist.gather_object(value, values)
+    dist.barrier()
+    return values
 
 
 def _free_port() -> int:

@@ -1,0 +1,76 @@
+"""Attention of a whole sequence on one process in float64, which judges every distributed result."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from charm_megatron.workload import Mask
+
+Shard = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, dout of one rank, [s, b, h, d]."""
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def unsharded_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
+    """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v], dout [s, b, h, d_v] -> `TENSORS` in float64.
+
+    lse is [s, b, h], the others are shaped as what they belong to. One KV head at a time, to need less memory.
+    """
+    group, seen = q.shape[2] // k.shape[2], visible(mask, q.shape[0])
+    parts: dict[str, list[Tensor]] = {name: [] for name in TENSORS}
+    for head in range(k.shape[2]):
+        of_head = slice(head * group, (head + 1) * group)
+        q_h, k_h, v_h = (
+            x.double().detach().requires_grad_() for x in (q[:, :, of_head], k[:, :, head], v[:, :, head])
+        )
+        logits = torch.einsum("sbgd,tbd->bgst", q_h, k_h) * q.shape[3] ** -0.5
+        logits = logits.masked_fill(~seen, -torch.inf)
+        out = torch.einsum("bgst,tbd->sbgd", logits.softmax(-1), v_h)
+        out.backward(dout[:, :, of_head].double())  # type: ignore[no-untyped-call]
+        lse = logits.detach().logsumexp(-1).permute(2, 0, 1)
+        grads = (q_h.grad, k_h.grad.unsqueeze(2), v_h.grad.unsqueeze(2))  # type: ignore[union-attr]
+        for name, part in zip(TENSORS, (out.detach(), lse, *grads), strict=True):
+            assert part is not None
+            parts[name].append(part)
+    return {name: torch.cat(heads, dim=2) for name, heads in parts.items()}
+
+
+def visible(mask: Mask, seq_len: int) -> Tensor:
+    """Which key each query sees, bool [seq_len, seq_len]."""
+    position = torch.arange(seq_len)
+    distance = position[:, None] - position
+    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    if mask.left is not None:
+        seen &= distance <= mask.left
+    if mask.right is not None:
+        seen &= distance >= -mask.right
+    if mask.documents:
+        document = torch.repeat_interleave(torch.tensor(mask.documents))
+        seen &= document[:, None] == document
+    return seen
+
+
+def draw_shard(
+    rank: int, tokens: int, batch: int, heads: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype
+) -> Shard:
+    """Random tensors of one rank: the same for all that ask for the rank."""
+    random = torch.Generator().manual_seed(rank)
+
+    def draw(num_heads: int, width: int) -> Tensor:
+        return torch.randn(tokens, batch, num_heads, width, generator=random).to(dtype)
+
+    wide, wide_v = widths
+    return draw(heads, wide), draw(kv_heads, wide), draw(kv_heads, wide_v), draw(heads, wide_v)
+
+
+def assembled(shards: Sequence[Tensor], tokens_by_rank: Sequence[Sequence[int]]) -> Tensor:
+    """What the ranks hold, [s, ..] each, in the order of the sequence."""
+    order = torch.cat([torch.tensor(tokens) for tokens in tokens_by_rank])
+    return torch.cat(list(shards))[order.argsort()]
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Largest difference over the largest entry of the reference."""
+    return float((value.double() - reference).abs().max() / reference.abs().max())
