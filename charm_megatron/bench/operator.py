@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
@@ -130,7 +132,7 @@ class RankTimes:
     wire_bytes: Mapping[Key, Sequence[int]]
     communication_s: Mapping[str, float]
     computation_s: Mapping[str, float]
-    outputs: Mapping[str, Sequence[Tensor]]
+    outputs: Mapping[str, Sequence[NDArray[np.float64]]]
     notes: Mapping[str, str]
 
 
@@ -254,11 +256,13 @@ def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[Key, floa
         tokens = tokens_by_rank(case, name, len(measured))
         if tokens not in references:
             shards = [shard_of(case.workload, rank, len(measured)) for rank in range(len(measured))]
-            whole = (assembled(tensors, tokens) for tensors in zip(*shards, strict=True))
-            references[tokens] = unsharded_attention(*whole, case.workload.mask)
+            q, k, v, dout = (assembled(tensors, tokens) for tensors in zip(*shards, strict=True))
+            references[tokens] = unsharded_attention(q, k, v, dout, case.workload.mask)
         found = [
-            relative_error(assembled(shards, tokens), references[tokens][tensor])
-            for shards, tensor in zip(zip(*(one.outputs[name] for one in measured)), RESULTS)
+            relative_error(assembled([*map(torch.from_numpy, parts)], tokens), references[tokens][tensor])
+            for parts, tensor in zip(
+                zip(*(one.outputs[name] for one in measured), strict=True), RESULTS, strict=True
+            )
         ]
         errors[name, "forward"], errors[name, "backward"] = found[0], max(found[1:], default=0.0)
     return errors
@@ -274,8 +278,6 @@ def tokens_by_rank(case: OperatorCase, name: str, num_ranks: int) -> TokensByRan
 
 def shard_of(workload: Workload, rank: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, dout of one rank."""
-    import torch
-
     widths = workload.head_dim, workload.head_dim_v
     return draw_shard(
         rank,

@@ -115,7 +115,7 @@ def measure_rank(
         not case.is_modelled and "backward" in case.passes and case.workload.seq_len <= MOST_CHECKED_TOKENS
     )
     outputs = {
-        name: tuple(x.detach().cpu() for x in contestant.results())
+        name: tuple(x.detach().cpu().double().numpy() for x in contestant.results())
         for name, contestant in contestants.items()
         if is_checked
     }

@@ -1,44 +1,97 @@
-"""Speed-up against CCR, as the paper's Figures 6 and 7."""
+"""Speed-up against CCR, as the paper's Figures 6 and 7, and bars where there is one CCR only."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from charm_megatron.bench.operator import PASSES, OperatorRow
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # Okabe and Ito, "Color Universal Design": tells apart for all kinds of colour vision.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+OURS, THEIRS = "#0072B2", "#BBBBBB"
+
+Race = tuple[str, Sequence[OperatorRow]]
+"""A title, and the rows that were measured together or at other CCRs."""
 
 
-def draw_speed_up(rows: Sequence[OperatorRow], path: Path, title: str) -> None:
-    """One panel a pass, one line a schedule; the bound of each schedule's critical path is dotted."""
+def draw_speed_up(races: Sequence[Race], path: Path) -> None:
+    """One row of panels a race, one panel a pass; what was not timed is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    timed = [(title, [row for row in rows if row.ratio_to_first]) for title, rows in races]
+    timed = [(title, rows) for title, rows in timed if rows]
+    heights = [4.0 if _is_curve(rows) else 0.8 + 0.26 * len(_names(rows)) for _, rows in timed]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(PASSES), sharey=True)
-    names = list(dict.fromkeys(row.schedule for row in rows))
-    for axes, direction in zip(panels, PASSES, strict=True):
-        for name, colour in zip(names, COLOURS, strict=False):
-            line = sorted(
-                (row for row in rows if (row.schedule, row.direction) == (name, direction)),
-                key=lambda row: row.ccr,
-            )
-            ccr = [row.ccr for row in line]
-            axes.plot(ccr, [row.ratio_to_first for row in line], "o-", color=colour, label=name, markersize=4)
-            if all(row.bound_s for row in line):
-                best = [row.ratio_to_first / (row.fraction_of_bound or 1.0) for row in line]
-                axes.plot(ccr, best, ":", color=colour, linewidth=1)
-        axes.set_title(direction, loc="left", fontsize=10, weight="bold")
-        axes.set_xlabel("CCR: computation over the ring's communication")
-        axes.grid(color="#dddddd", linewidth=0.6)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    bounds = [row.ratio_to_first / row.fraction_of_bound for row in rows if row.fraction_of_bound]
-    panels[0].set_ylim(0, 1.08 * max(*bounds, *(row.ratio_to_first for row in rows), 1.0))
-    panels[0].set_ylabel(f"speed-up over {names[0]}")
-    panels[-1].legend(
-        frameon=False, fontsize=9, title="dotted: critical path" if bounds else None, title_fontsize=8
-    )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=150)
+    panels = figure.subplots(len(timed), len(PASSES), squeeze=False, gridspec_kw={"height_ratios": heights})
+    for (title, rows), line in zip(timed, panels, strict=True):
+        for axes, direction in zip(line, PASSES, strict=True):
+            of_pass = [row for row in rows if row.direction == direction]
+            if not of_pass:
+                axes.set_axis_off()
+                continue
+            (_draw_curves if _is_curve(rows) else _draw_bars)(axes, of_pass)
+            axes.set_title(f"{title}; {direction}", loc="left", fontsize=9, weight="bold")
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _is_curve(rows: Sequence[OperatorRow]) -> bool:
+    return len({row.ccr for row in rows if row.schedule == rows[0].schedule}) > len(PASSES)
+
+
+def _names(rows: Sequence[OperatorRow]) -> list[str]:
+    return list(dict.fromkeys(row.schedule for row in rows))
+
+
+def _draw_curves(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
+    """Speed-up by CCR; the bound of each schedule's critical path is dotted."""
+    names, has_bound = _names(rows), False
+    for name, colour in zip(names, COLOURS, strict=False):
+        line = sorted((row for row in rows if row.schedule == name), key=lambda row: row.ccr or 0.0)
+        ccr = [row.ccr or 0.0 for row in line]
+        axes.plot(
+            ccr, [row.ratio_to_first or 0.0 for row in line], "o-", color=colour, label=name, markersize=4
+        )
+        bounds = [bound for row in line if (bound := _bound(row))]
+        if len(bounds) == len(line):
+            has_bound = True
+            axes.plot(ccr, bounds, ":", color=colour, linewidth=1)
+    axes.set_xscale("log")
+    ticks = sorted({row.ccr for row in rows if row.ccr})
+    axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks], fontsize=8)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_xlabel("CCR: computation over the communication of the ring", fontsize=8)
+    axes.set_ylabel(f"speed-up over {names[0]}", fontsize=8)
+    title = "dotted: critical path" if has_bound else None
+    axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
+
+
+def _bound(row: OperatorRow) -> float | None:
+    if row.ratio_to_first is None or row.fraction_of_bound is None:
+        return None
+    return row.ratio_to_first / row.fraction_of_bound
+
+
+def _draw_bars(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
+    """Speed-up of each contestant, the fastest on top; peers are grey."""
+    order = sorted(rows, key=lambda row: row.ratio_to_first or 0.0)
+    values = [row.ratio_to_first or 0.0 for row in order]
+    places = range(len(order))
+    axes.barh(places, values, color=[THEIRS if row.is_peer else OURS for row in order], height=0.7)
+    for place, row, value in zip(places, order, values, strict=True):
+        axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        bound = _bound(row)
+        if bound:
+            axes.plot([bound, bound], [place - 0.35, place + 0.35], ":", color="#000000", linewidth=1)
+    axes.set_yticks(places, [row.schedule for row in order], fontsize=8)
+    axes.set_xlim(0, 1.12 * max(*values, *(_bound(row) or 0.0 for row in order), 1.0))
+    names = _names(rows)
+    axes.set_xlabel(f"speed-up over {names[0]}; CCR {rows[0].ccr or 0.0:.2f}", fontsize=8)
