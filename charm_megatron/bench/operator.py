@@ -69,7 +69,7 @@ class OperatorCase:
     @property
     def num_stages(self) -> int:
         """How many lines of progress a run tells."""
-        return 2 + (self.warm_up + self.repetitions) * len(self.contestants)
+        return 3 + (self.warm_up + self.repetitions) * len(self.contestants)
 
     @property
     def contestants(self) -> tuple[str, ...]:
@@ -80,9 +80,10 @@ class OperatorCase:
 class OperatorRow:
     """One pass of one contestant. Times in seconds; bytes are those of the busiest sender.
 
-    `note` says why a contestant was not timed; its numbers are then None. What is planned or bounded is None for
-    peers, what came over the wire on loopback, bounds where the rates of the links are not known, and `error`, the
-    largest difference to unsharded attention over the largest entry, where nothing was computed.
+    `note` says why a contestant was not timed, its numbers being None, or what is wrong with its results. Also None:
+    what is planned or bounded, for peers; what came over the wire, on loopback; bounds, where the rates of the links
+    are not known; `error`, the largest difference to unsharded attention over the largest entry, where nothing was
+    computed.
     """
 
     schedule: str
@@ -125,7 +126,7 @@ class RankTimes:
     """What one rank measured: seconds and bytes that left its interface, by repetition.
 
     `computation_s`, `communication_s`: of the first schedule, by direction. `outputs`: out, dq, dk, dv of this rank,
-    where they were computed. `notes` says why a contestant did not take part.
+    where they were computed. `notes` says why a contestant did not take part, or that its results are wrong.
     """
 
     seconds: Mapping[Key, Sequence[float]]
@@ -181,8 +182,9 @@ def _row(
         is_peer=name in case.peers,
         ccr=computation_s / communication_s if communication_s else float("inf"),
     )
-    if name in measured[0].notes:
-        return replace(row, note=measured[0].notes[name])
+    row = replace(row, note=measured[0].notes.get(name, ""))
+    if (name, direction) not in measured[0].seconds:
+        return row
     times = _slowest([one.seconds[name, direction] for one in measured])
     row = replace(row, median_s=statistics.median(times), min_s=min(times), max_s=max(times))
     row = replace(row, error=errors.get((name, direction)))

@@ -98,6 +98,7 @@ def measure_rank(
         kernel = _modelled(flops, computation_s)
         calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
     contestants: dict[str, Contestant] = {name: _Ours(call, shard) for name, call in calls.items()}
+    tell("checking peers")
     peers, notes = _peers(case, group, shard, kernel)
     contestants |= peers
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -125,16 +126,18 @@ def measure_rank(
 def _peers(
     case: OperatorCase, group: dist.ProcessGroup, shard: Shard, kernel: BlockKernel | None
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """The peers that can run the case, and why the others cannot."""
+    """The peers that can run the case; why the others cannot, and which of those that do give wrong results."""
     from charm_megatron.bench.peer_calls import make_call
+    from charm_megatron.bench.peer_check import check_peer
 
     running: dict[str, Contestant] = {}
     notes: dict[str, str] = {}
     for name in case.peers:
         reason = why_not(PEERS[name], case.workload, dist.get_world_size(group), is_modelled=case.is_modelled)
         if reason is None:
+            reason = check_peer(PEERS[name], group, case.workload).fault
             running[name] = make_call(PEERS[name], group, case.workload, kernel).prepare(*shard)
-        else:
+        if reason is not None:
             notes[name] = reason
     return running, notes
 

@@ -294,7 +294,7 @@ def _table(title: str, rows: list["OperatorRow"]) -> "Table":
     for name in [*columns, *(["error"] if has_errors else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        if not row.note:
+        if row.median_s is not None:
             cells = [
                 _number(row.ccr, ".2f"),
                 *(_number(value, ".1f", 1e3) for value in (row.median_s, row.min_s, row.max_s)),
@@ -317,8 +317,9 @@ def _notes(rows: list["OperatorRow"]) -> Iterator[str]:
     from charm_megatron.bench.standing import standings
 
     for name in dict.fromkeys(row.schedule for row in rows if row.note):
-        yield f"{name} did not run: {next(row.note for row in rows if row.schedule == name)}"
-    for name in dict.fromkeys(row.schedule for row in rows if row.is_peer and not row.note):
+        row = next(row for row in rows if row.schedule == name)
+        yield f"{name} {'did not run: ' if row.median_s is None else ''}{row.note}"
+    for name in dict.fromkeys(row.schedule for row in rows if row.is_peer and row.median_s):
         if PEERS[name].note:
             yield f"{name}: {PEERS[name].note}"
     yield from standings(rows)

@@ -4,10 +4,13 @@ import json
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from charm_megatron.bench.operator import Network, OperatorCase, as_json, planned, run_case
+from charm_megatron.bench.cluster import Cluster, launched_cluster
+from charm_megatron.bench.network import Profile
+from charm_megatron.bench.operator import OperatorCase, as_json, planned, run_case
 from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
 from charm_megatron.cli.main import app
@@ -17,7 +20,7 @@ from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
 pytestmark = pytest.mark.gloo
 
-NETWORK = Network(2, 2)
+CLUSTER = Cluster(2, 2)
 CASE = OperatorCase(
     Workload(1, 4 * 32, 4, 2, 8, 8, "float32", CAUSAL), ("ring", "charm", "ulysses"), repetitions=3
 )
@@ -26,12 +29,12 @@ CASE = OperatorCase(
 @pytest.mark.parametrize("ccr", [None, 0.5])
 def test_each_schedule_has_a_row_a_pass_with_its_planned_bytes(ccr):
     case = replace(CASE, ccr=ccr)
-    rows = run_case(case, NETWORK)
+    rows = run_case(case, CLUSTER)
     assert [(row.schedule, row.direction) for row in rows] == [
         (name, direction) for name in case.schedules for direction in ("forward", "backward")
     ]
     for row in rows:
-        schedules, wire = planned(case, NETWORK, row.schedule)
+        schedules, wire = planned(case, CLUSTER, row.schedule)
         assert row.bytes_planned == traffic(*schedules[row.direction], wire=wire).total_bytes.max()
         assert 0 < row.min_s <= row.median_s <= row.max_s
         assert row.is_modelled == (ccr is not None)
@@ -43,32 +46,89 @@ def test_each_schedule_has_a_row_a_pass_with_its_planned_bytes(ccr):
 
 
 def test_with_known_rates_two_bounds_stand_beside_each_time():
-    network = replace(NETWORK, inside_bytes_per_s=1e9, across_bytes_per_s=1e8)
+    profile = Profile(
+        name="x",
+        domains=2,
+        ranks_per_domain=2,
+        inside_bytes_per_s=1_000_000_000,
+        across_bytes_per_s=100_000_000,
+    )
     case = replace(CASE, ccr=0.1, schedules=("ring", "charm"))
-    for row in run_case(case, network):
+    for row in run_case(case, replace(CLUSTER, profile=profile)):
         assert row.bound_s >= row.busiest_s * 0.999
         assert row.fraction_of_bound == row.bound_s / row.median_s
+        assert row.fraction_of_busiest <= row.fraction_of_bound * 1.001
+
+
+def test_a_shared_link_counts_what_all_its_ranks_send():
+    profile = Profile(
+        name="x",
+        domains=2,
+        ranks_per_domain=2,
+        inside_bytes_per_s=1_000_000,
+        across_bytes_per_s=100_000,
+    )
+    pair_bytes = np.zeros((4, 4), dtype=np.int64)
+    pair_bytes[0, 2] = pair_bytes[1, 3] = 50_000
+    pair_bytes[0, 1] = 400_000
+    own = replace(CLUSTER, profile=profile)
+    shared = replace(CLUSTER, profile=profile.model_copy(update={"nic": "domain"}))
+    assert own.busiest_link_s(pair_bytes) == pytest.approx(0.5)
+    assert shared.busiest_link_s(pair_bytes) == pytest.approx(1.0)
+    assert CLUSTER.busiest_link_s(pair_bytes) is None
+
+
+def test_results_are_compared_with_unsharded_attention():
+    for row in run_case(replace(CASE, repetitions=1), CLUSTER):
+        assert 0 < row.error < 1e-5, row
+    assert all(row.error is None for row in run_case(replace(CASE, ccr=0.1, repetitions=1), CLUSTER))
+
+
+def test_peers_are_timed_and_checked_beside_our_schedules():
+    case = replace(CASE, peers=("torch_ring", "ring_flash_attn_ring"), repetitions=1)
+    rows = {(row.schedule, row.direction): row for row in run_case(case, CLUSTER)}
+    torch_ring, refused = rows["torch_ring", "backward"], rows["ring_flash_attn_ring", "forward"]
+    assert torch_ring.is_peer
+    assert torch_ring.ratio_to_first > 0
+    assert torch_ring.error < 1e-5
+    assert torch_ring.bytes_planned is None
+    assert refused.median_s is None
+    assert refused.note == "is right in bfloat16 only, not in float32"
+
+
+def test_a_pass_that_is_not_asked_for_is_not_timed():
+    rows = run_case(replace(CASE, passes=("forward",), repetitions=1), CLUSTER)
+    assert [row.direction for row in rows] == ["forward"] * 3
+
+
+def test_ranks_of_a_job_are_told_by_its_variables():
+    assert launched_cluster({}) is None
+    made = launched_cluster({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    assert (made.num_domains, made.ranks_per_domain, made.is_launched) == (2, 4, True)
+    with pytest.raises(LaunchError, match="8 ranks do not fill nodes of 3 ranks"):
+        launched_cluster({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "3"})
 
 
 def test_the_picture_is_written(tmp_path):
-    rows = [row for ccr in (0.2, 0.5) for row in run_case(replace(CASE, ccr=ccr, repetitions=1), NETWORK)]
-    draw_speed_up(rows, tmp_path / "speed.png", "on loopback")
+    rows = [row for ccr in (0.2, 0.5) for row in run_case(replace(CASE, ccr=ccr, repetitions=1), CLUSTER)]
+    bars = [row for row in rows if row.ccr < 0.3]
+    draw_speed_up([("curve", rows), ("bars", bars)], tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-def fail_on_one(rank, num_ranks):
+def fail_on_one(tell, rank, num_ranks):
     if rank == 1:
         raise ValueError("no luck")
 
 
 def test_a_rank_that_fails_ends_the_benchmark_with_its_words():
     with pytest.raises(LaunchError, match=r"(?s)rank 1 failed: .*no luck"):
-        run_on_ranks(fail_on_one, NETWORK)
+        run_on_ranks(fail_on_one, CLUSTER)
 
 
 def test_masks_without_work_for_some_ranks_are_timed_too():
     workload = replace(CASE.workload, mask=NO_MASK)
-    rows = run_case(replace(CASE, workload=workload, layout="contiguous", repetitions=1), NETWORK)
+    rows = run_case(replace(CASE, workload=workload, layout="contiguous", repetitions=1), CLUSTER)
     assert len(rows) == 6
 
 
@@ -94,7 +154,15 @@ def test_the_command_writes_rows_for_people_and_for_programs(tmp_path):
         (("--schedules", "chram"), "did you mean 'charm'"),
         (("--ccr", "fast"), "is not a list of numbers"),
         (("--ccr", "0"), "must be positive"),
-        (("--picture", "x.png"), "so it needs --ccr"),
+        (("--ccr", "1", "--compute", "real"), "give one of the two"),
+        (("--picture", "/nowhere/x.png"), "there is no folder /nowhere"),
+        (("--passes", "sideways"), "is not forward, backward or forward,backward"),
+        (("--profile", "nvlink2x4"), "did you mean 'nvlink_2x4'"),
+        (("--profile", "flat_8", "--nodes", "2"), "are for loopback"),
+        (("--peers", "torch_rnig"), "did you mean 'torch_ring'"),
+        (("--suite", "quik"), "did you mean 'quick'"),
+        (("--schedules", "ring,ring"), "named twice"),
+        (("--schedules", ","), "there is no schedule to time"),
         (("--mask", "casual"), "did you mean 'causal'"),
     ],
 )
