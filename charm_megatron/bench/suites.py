@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from charm_megatron.bench.network import load_profile
+from charm_megatron.bench.network import Profile, load_profile
 from charm_megatron.bench.operator import OperatorCase
 from charm_megatron.config import CharmConfig
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
@@ -27,11 +27,11 @@ HEADS, HEAD_DIM = 8, 64
 class Race:
     """One workload on one network, at one ratio of computation to communication or at several.
 
-    `ratios` are CCRs of modelled computation; None: real.
+    `profile`: None for the ranks of the command line. `ratios` are CCRs of modelled computation; None: real.
     """
 
     title: str
-    profile: str
+    profile: Profile | None
     case: OperatorCase
     ratios: tuple[float | None, ...]
 
@@ -40,8 +40,10 @@ class Race:
         return [replace(self.case, ccr=ratio) for ratio in self.ratios]
 
 
-def _case(
+def _race(
+    title: str,
     profile: str,
+    ratios: tuple[float | None, ...],
     tokens_per_rank: int,
     *,
     repetitions: int,
@@ -50,62 +52,85 @@ def _case(
     mask: Mask = NO_MASK,
     heads: int = HEADS,
     kv_heads: int | None = None,
-) -> OperatorCase:
-    num_ranks = load_profile(profile).num_ranks
+) -> Race:
+    shape = load_profile(profile)
     workload = Workload(
-        1, tokens_per_rank * num_ranks, heads, kv_heads or heads, HEAD_DIM, HEAD_DIM, "bfloat16", mask
+        1,
+        tokens_per_rank * shape.num_ranks,
+        heads,
+        kv_heads or heads,
+        HEAD_DIM,
+        HEAD_DIM,
+        "bfloat16",
+        mask,
     )
     layout = "zigzag" if mask == CAUSAL else "contiguous"
-    return OperatorCase(workload, schedules, layout, SETTINGS, repetitions=repetitions, peers=peers)
+    case = OperatorCase(workload, schedules, layout, SETTINGS, repetitions=repetitions, peers=peers)
+    return Race(title, shape, case, ratios)
 
 
 def _smoke() -> tuple[Race, ...]:
-    few = ("ring", "charm")
-    fast = _case("nvlink_2x4", 64, repetitions=2, schedules=few, peers=("torch_ring",))
+    few, peers = ("ring", "charm"), ("torch_ring",)
     return (
-        Race("MHA, no mask", "nvlink_2x4", fast, (0.1,)),
-        Race("MHA, no mask, real computation", "nvlink_2x4", replace(fast, repetitions=1), (None,)),
+        _race("MHA, no mask", "nvlink_2x4", (0.1,), 64, repetitions=2, schedules=few, peers=peers),
+        _race("MHA, no mask", "nvlink_2x4", (None,), 64, repetitions=1, schedules=few, peers=peers),
+    )
+
+
+def _special() -> tuple[Race, ...]:
+    """What differs from MHA without a mask, or computes for real."""
+    few = ("ring", "rm_plus", "charm", "double_ring")
+    return (
+        _race(
+            "MHA, no mask",
+            "nvlink_2x4",
+            (None,),
+            48,
+            heads=32,
+            repetitions=2,
+            schedules=("ring", "charm"),
+            peers=ALL_PEERS,
+        ),
+        _race(
+            "MHA, causal",
+            "nvlink_2x4",
+            (0.1,),
+            256,
+            repetitions=2,
+            mask=CAUSAL,
+            peers=CAUSAL_PEERS,
+        ),
+        _race(
+            "GQA 8:2, no mask",
+            "nvlink_2x4",
+            (0.1,),
+            256,
+            repetitions=2,
+            kv_heads=2,
+            schedules=few,
+            peers=("torch_ring",),
+        ),
     )
 
 
 def _quick() -> tuple[Race, ...]:
-    curve = _case("nvlink_2x4", 256, repetitions=3)
+    title, beside = "MHA, no mask", "MHA, no mask, beside peers"
     others = ("nvlink_4x2", "nvlink_2x4_shared_nic", "pcie_numa_2x4", "flat_8")
-    real = _case("nvlink_2x4", 48, heads=32, repetitions=2, schedules=("ring", "charm"), peers=ALL_PEERS)
     return (
-        Race("MHA, no mask", "nvlink_2x4", curve, CURVE),
-        Race("MHA, no mask, with peers", "nvlink_2x4", replace(curve, peers=PEERS), (0.1,)),
-        *(
-            Race("MHA, no mask, with peers", name, _case(name, 256, repetitions=2, peers=PEERS), (0.2,))
-            for name in others
-        ),
-        Race("MHA, no mask, real computation", "nvlink_2x4", real, (None,)),
-        Race(
-            "MHA, causal",
-            "nvlink_2x4",
-            _case("nvlink_2x4", 256, repetitions=2, mask=CAUSAL, peers=CAUSAL_PEERS),
-            (0.1,),
-        ),
-        Race(
-            "GQA 8:2, no mask",
-            "nvlink_2x4",
-            _case(
-                "nvlink_2x4", 256, repetitions=2, kv_heads=2, schedules=SCHEDULES[:-1], peers=("torch_ring",)
-            ),
-            (0.1,),
-        ),
+        _race(title, "nvlink_2x4", CURVE, 256, repetitions=3),
+        _race(beside, "nvlink_2x4", (0.1,), 256, repetitions=3, peers=PEERS),
+        *(_race(beside, name, (0.2,), 256, repetitions=2, peers=PEERS) for name in others),
+        *_special(),
     )
 
 
 def _full() -> tuple[Race, ...]:
     names = ("nvlink_2x4", "nvlink_4x2", "nvlink_2x4_shared_nic", "pcie_numa_2x4", "flat_8")
     more = (*SCHEDULES, "merge", "charm_per_domain", "charm_together", "all_gather", "pass_q", "hierarchical")
+    title = "MHA, no mask, beside peers"
     return (
-        *(
-            Race("MHA, no mask", name, _case(name, 512, repetitions=5, schedules=more, peers=PEERS), CURVE)
-            for name in names
-        ),
-        *_quick()[-3:],
+        *(_race(title, name, CURVE, 512, repetitions=5, schedules=more, peers=PEERS) for name in names),
+        *_special(),
     )
 
 

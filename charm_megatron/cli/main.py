@@ -12,6 +12,7 @@ import typer
 
 from charm_megatron import __version__
 from charm_megatron.cli import bench, testbed
+from charm_megatron.cli.ablation import ablation_command, numerics_command
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences, errors_as_sentences
 from charm_megatron.cli.job import args_command
@@ -115,5 +116,7 @@ app.command("memory")(ends_in_sentences(memory_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
 bench.app.command("operator")(ends_in_sentences(operator_command))
+bench.app.command("ablation")(ends_in_sentences(ablation_command))
+bench.app.command("numerics")(ends_in_sentences(numerics_command))
 app.add_typer(bench.app, name="bench")
 app.add_typer(testbed.app, name="testbed")

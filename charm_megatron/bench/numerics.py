@@ -1,0 +1,169 @@
+"""How far distributed attention is from unsharded attention, as the CHARM+ paper's Table 8 (C.3).
+
+Q, K, V and dout are normal random numbers. Each schedule runs on all ranks; rank 0 puts the results together and
+subtracts unsharded attention: torch's operator in the model's dtype, as the paper does, and float64.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from charm_megatron.bench.cluster import Cluster
+from charm_megatron.bench.ranks import Tell, run_on_ranks
+from charm_megatron.bench.unsharded import TENSORS, assembled, draw_shard, unsharded_attention
+from charm_megatron.config import CharmConfig
+from charm_megatron.executor.runtime import AttentionRuntime
+from charm_megatron.kernels import TorchCpuKernel
+from charm_megatron.sharding import make_sharding
+from charm_megatron.workload import Workload
+
+UNSHARDED = "unsharded"
+"""The contestant that is torch's operator on the whole sequence: the error of the dtype itself."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule, and the widths of what it returns."""
+
+    schedule: str
+    return_dtype: str
+    grad_return_dtype: str
+
+    def __str__(self) -> str:
+        widths = {"model": "narrow", "float32": "wide"}
+        return f"{self.schedule}, {widths[self.return_dtype]} out, {widths[self.grad_return_dtype]} gradients"
+
+
+@dataclass(frozen=True)
+class NumericsRow:
+    """Differences of one tensor, averages over the draws of each draw's largest and mean.
+
+    `to_flash` and `to_float64` are (largest, mean): to torch's operator on the whole sequence, and to float64.
+    """
+
+    contender: str
+    tensor: str
+    to_flash: tuple[float, float] | None
+    to_float64: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class NumericsCase:
+    """What to draw, how often, and who runs."""
+
+    workload: Workload
+    contenders: tuple[Contender, ...]
+    num_draws: int
+    layout: str
+
+
+def measure_numerics(
+    case: NumericsCase, cluster: Cluster, progress: Tell = lambda line: None
+) -> list[NumericsRow]:
+    """Runs all draws on all ranks."""
+    results = run_on_ranks(_measure, cluster, case, cluster.num_domains, progress=progress)
+    return [] if results is None else results[0]
+
+
+def _measure(
+    tell: Tell, rank: int, num_ranks: int, case: NumericsCase, num_domains: int
+) -> list[NumericsRow]:
+    group = dist.group.WORLD
+    assert group is not None
+    workload = case.workload
+    calls = {}
+    for contender in case.contenders:
+        settings = CharmConfig.model_validate(
+            {
+                "schedule": contender.schedule,
+                "domains": num_domains,
+                "return_dtype": contender.return_dtype,
+                "grad_return_dtype": contender.grad_return_dtype,
+            }
+        )
+        calls[str(contender)] = AttentionRuntime(settings).call(group, workload, layout=case.layout)
+    tokens = make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
+    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for draw in range(case.num_draws):
+        tell(f"draw {draw + 1} of {case.num_draws}")
+        whole = _draw(draw, workload)
+        q, k, v, dout = (x[list(tokens[rank])] for x in whole)
+        got = {}
+        for name, call in calls.items():
+            result = call.forward(q, k, v)
+            shard = (result.out, result.lse, *call.backward(dout, q, k, v, result))
+            got[name] = [_gather(x, rank, num_ranks, tokens) for x in shard]
+        if rank == 0:
+            _subtract(totals, got, whole, workload)
+    return [
+        NumericsRow(
+            name,
+            tensor,
+            None if name == UNSHARDED else _average(totals[name, tensor, "flash"], case.num_draws),
+            _average(totals[name, tensor, "float64"], case.num_draws),
+        )
+        for name in (UNSHARDED, *calls)
+        for tensor in TENSORS
+    ]
+
+
+def _draw(number: int, workload: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The whole sequence, the same on every rank."""
+    return draw_shard(
+        number,
+        workload.seq_len,
+        workload.batch,
+        workload.num_heads,
+        workload.num_kv_heads,
+        (workload.head_dim, workload.head_dim_v),
+        getattr(torch, workload.dtype),
+    )
+
+
+def _gather(part: Tensor, rank: int, num_ranks: int, tokens: tuple[tuple[int, ...], ...]) -> Tensor | None:
+    """The whole of what the ranks hold, on rank 0; in float64, as gloo gathers no bfloat16 everywhere."""
+    wide = part.detach().double().contiguous()
+    parts = [torch.empty_like(wide) for _ in range(num_ranks)] if rank == 0 else None
+    dist.gather(wide, parts)
+    return None if parts is None else assembled(parts, tokens)
+
+
+def _subtract(
+    totals: dict[tuple[str, str, str], list[float]],
+    got: Mapping[str, list[Tensor | None]],
+    whole: tuple[Tensor, Tensor, Tensor, Tensor],
+    workload: Workload,
+) -> None:
+    exact = unsharded_attention(*whole, workload.mask)
+    flash = dict(zip(TENSORS, _flash(whole, workload), strict=True))
+    for i, tensor in enumerate(TENSORS):
+        _add(totals[UNSHARDED, tensor, "float64"], flash[tensor], exact[tensor])
+        for name, tensors in got.items():
+            value = tensors[i]
+            assert value is not None, "rank 0 has gathered it"
+            _add(totals[name, tensor, "flash"], value, flash[tensor])
+            _add(totals[name, tensor, "float64"], value, exact[tensor])
+
+
+def _add(total: list[float], value: Tensor, reference: Tensor) -> None:
+    difference = (value - reference).abs()
+    total[0] += float(difference.max())
+    total[1] += float(difference.mean())
+
+
+def _flash(whole: tuple[Tensor, Tensor, Tensor, Tensor], workload: Workload) -> list[Tensor]:
+    """`TENSORS` by torch's operator on the whole sequence."""
+    kernel, (q, k, v, dout) = TorchCpuKernel(), whole
+    causal, scale = workload.mask.is_causal, workload.head_dim**-0.5
+    out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
+    delta = (dout.double() * out.double()).sum(-1).to(lse.dtype)
+    grads = kernel.backward(dout, q, k, v, lse, delta, causal=causal, softmax_scale=scale)
+    return [x.double() for x in (out, lse, *grads)]
+
+
+def _average(total: list[float], num_draws: int) -> tuple[float, float]:
+    return total[0] / num_draws, total[1] / num_draws
