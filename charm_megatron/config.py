@@ -41,11 +41,12 @@ class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
-    domains: Literal["hosts", "numa"] | PositiveInt | DomainFile = Field(
+    domains: Literal["hosts", "numa", "nvlink"] | PositiveInt | DomainFile = Field(
         "hosts",
-        description="How the ranks of a context-parallel group fall into domains of fast links: one a host, one "
-        "a NUMA node of a host, this many of equal size (so that one machine can stand for several), or as a "
-        "YAML file lists hosts.",
+        description="How the ranks of a context-parallel group fall into domains of fast links: one a host, right "
+        "where its GPUs are all connected alike; one a NUMA node of a host; one an island of NVLink, where a host "
+        "has several; this many of equal size (so that one machine can stand for several); or as a YAML file lists "
+        "hosts.",
     )
     kernel: Literal["auto", "reference", "torch"] = Field(
         "auto", description="Implementation of attention over one block."

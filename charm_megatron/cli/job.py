@@ -1,5 +1,6 @@
 """`charm-megatron args`: what a run configuration means, without running it."""
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from charm_megatron.config import RunConfig, load_run_config
+from charm_megatron.topology.ahead import ranks_of_hosts
 
 if TYPE_CHECKING:
     from charm_megatron.train.checks import JobFacts
@@ -39,7 +41,10 @@ def args_command(
 
 
 def check(config: RunConfig, out: Path, cpu: bool) -> "JobFacts":
-    """All that is checked before a run is started, for a machine with CUDA or without."""
+    """All that is checked before a run is started, for a machine with CUDA or without.
+
+    Inside an allocation of SLURM, for its nodes.
+    """
     from charm_megatron.mcore.compat import require_pretraining
     from charm_megatron.train.checks import check_job, check_quickly
     from charm_megatron.train.launch import call_in_server
@@ -47,7 +52,8 @@ def check(config: RunConfig, out: Path, cpu: bool) -> "JobFacts":
 
     check_quickly(config)
     require_pretraining()
-    facts: JobFacts = call_in_server(check_job, config, RunFolder(out.absolute()), False, not cpu)
+    hosts = ranks_of_hosts(os.environ, config.launch.ranks)
+    facts: JobFacts = call_in_server(check_job, config, RunFolder(out.absolute()), False, hosts, not cpu)
     return facts
 
 

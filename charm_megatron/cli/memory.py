@@ -20,6 +20,7 @@ from charm_megatron.topology import Domains, even_domains
 from charm_megatron.workload import Workload
 
 NAMES = ("ring", "charm")
+DEFAULT_RANKS_PER_NODE = 8
 MOST_RANKS = 64
 """Of larger groups, this many ranks are worked out, evenly spread."""
 
@@ -28,8 +29,12 @@ def memory_command(
     config: ConfigFile,
     settings: Settings = None,
     ranks_per_node: Annotated[
-        int, typer.Option(help="Ranks in a domain, unless charm.domains says how many domains.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            help="Context-parallel ranks in a domain; if not given, as charm.domains or SLURM's allocation "
+            "says, else 8."
+        ),
+    ] = None,
     cpu: Cpu = False,
 ) -> None:
     """Predict the peak memory of one layer's attention on a rank, for ring and charm.
@@ -39,7 +44,7 @@ def memory_command(
     """
     run_config = load_run_config(config, settings)
     facts = check(run_config, Path("runs/run"), cpu)
-    domains = _domains(run_config.charm, facts.cp_size, ranks_per_node)
+    domains = _domains(facts.domains, facts.cp_size, ranks_per_node)
     console = Console(highlight=False, emoji=False)
     workload = facts.workload
     console.print(
@@ -59,12 +64,13 @@ def memory_command(
     console.print(_table_3())
 
 
-def _domains(config: CharmConfig, cp_size: int, ranks_per_node: int) -> Domains:
-    if ranks_per_node < 1:
-        raise InvalidInput(f"--ranks-per-node must be at least 1, but is {ranks_per_node}")
-    # Hosts and NUMA nodes are known only where the job runs.
-    number = config.domains if isinstance(config.domains, int) else max(1, cp_size // ranks_per_node)
-    return even_domains(cp_size, number)
+def _domains(known: Domains | None, cp_size: int, ranks_per_node: int | None) -> Domains:
+    if ranks_per_node is None and known is not None:
+        return known
+    size = DEFAULT_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
+    if size < 1:
+        raise InvalidInput(f"--ranks-per-node must be at least 1, but is {size}")
+    return even_domains(cp_size, max(1, cp_size // size))
 
 
 def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig) -> AttentionMemory:

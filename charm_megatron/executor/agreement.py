@@ -1,5 +1,7 @@
 """Ranks agree before they talk: a different schedule or size on one rank would be a hang, not an error."""
 
+from typing import Any
+
 import torch.distributed as dist
 
 from charm_megatron.errors import ScheduleDisagreement
@@ -10,9 +12,7 @@ def require_agreement(group: dist.ProcessGroup, digest: str, description: str) -
 
     Raises `ScheduleDisagreement` on all ranks, with each rank's `description`, where they differ.
     """
-    gathered: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (digest, description), group=group)
-    held = [item for item in gathered if item is not None]
+    held = gather(group, (digest, description))
     if len({digest for digest, _ in held}) > 1:
         listed = "; ".join(f"rank {rank}: {text} ({key[:12]})" for rank, (key, text) in enumerate(held))
         raise ScheduleDisagreement(
@@ -20,8 +20,8 @@ def require_agreement(group: dist.ProcessGroup, digest: str, description: str) -
         )
 
 
-def gather_words(group: dist.ProcessGroup, word: str) -> list[str]:
-    """The word of every rank of `group`; collective."""
-    gathered: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, word, group=group)
-    return [name or "" for name in gathered]
+def gather[T](group: dist.ProcessGroup, value: T) -> list[T]:
+    """The value of every rank of `group`, in their order; collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import PlanError, WorkloadError
-from charm_megatron.executor.agreement import gather_words, require_agreement
+from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention
+from charm_megatron.executor.discovery import find_domains
+from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.parcels import BufferPool
-from charm_megatron.executor.places import place_of_this_rank
 from charm_megatron.executor.run import rank_plan
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import Selection, select_kernel
@@ -29,15 +30,7 @@ from charm_megatron.schedule.schedule import Schedule, make_schedules
 from charm_megatron.schedule.text import format_schedule, schedule_header
 from charm_megatron.schedule.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
-from charm_megatron.topology import (
-    Domains,
-    domains_from_groups,
-    domains_from_hosts,
-    domains_from_numa,
-    even_domains,
-    parse_place,
-)
-from charm_megatron.topology.domain_file import load_groups
+from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Mask, Workload
 
 
@@ -101,10 +94,14 @@ class _Group:
 
 
 class AttentionRuntime:
-    """Context-parallel attention of one process, by the settings of `config`."""
+    """Context-parallel attention of one process, by the settings of `config`.
 
-    def __init__(self, config: CharmConfig):
+    `machine` is where the process runs; another one stands for it in tests.
+    """
+
+    def __init__(self, config: CharmConfig, machine: Machine | None = None):
         self.config = config
+        self._machine = machine or Machine()
         self._groups: dict[dist.ProcessGroup, _Group] = {}
 
     def attention(
@@ -198,24 +195,10 @@ class AttentionRuntime:
 
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> _Group:
         if group not in self._groups:
-            domains, reason = self._find_domains(group, device)
+            domains, reason = find_domains(group, self.config.domains, device, self._machine)
             transport = GroupTransport(group, self.config.deadline_s)
             self._groups[group] = _Group(domains, reason, transport, {}, {})
         return self._groups[group]
-
-    def _find_domains(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Domains, str]:
-        declared = self.config.domains
-        if isinstance(declared, int):
-            return even_domains(dist.get_world_size(group), declared), f"as set by charm.domains: {declared}"
-        words = gather_words(group, str(place_of_this_rank(device)))
-        places = [parse_place(word) for word in words]
-        if declared == "hosts":
-            return domains_from_hosts([place.host for place in places]), "one a host"
-        if declared == "numa":
-            return domains_from_numa(places), f"one a NUMA node: {' '.join(words)}"
-        return domains_from_groups(
-            places, load_groups(Path(declared))
-        ), f"as {declared} says: {' '.join(words)}"
 
     def _plan(self, group: dist.ProcessGroup, workload: Workload, layout: str, device: torch.device) -> _Plan:
         known = self._group(group, device)

@@ -1,15 +1,12 @@
 """Where the ranks of a group are, and what connects them. Plain data: nothing here talks to a device."""
 
 from charm_megatron.topology.domains import Domains, domains_from_hosts, even_domains, one_domain
-from charm_megatron.topology.places import Place, domains_from_groups, domains_from_numa, parse_place
+from charm_megatron.topology.places import Place
 
 __all__ = [
     "Domains",
     "Place",
-    "domains_from_groups",
     "domains_from_hosts",
-    "domains_from_numa",
     "even_domains",
     "one_domain",
-    "parse_place",
 ]

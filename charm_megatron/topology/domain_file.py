@@ -10,9 +10,7 @@ from typing import Any
 import yaml
 
 from charm_megatron.errors import TopologyError
-from charm_megatron.topology.places import Place, parse_place
-
-Groups = tuple[tuple[Place, ...], ...]
+from charm_megatron.topology.places import Groups, parse_place
 
 
 def load_groups(path: Path) -> Groups:
@@ -21,6 +19,8 @@ def load_groups(path: Path) -> Groups:
         text = path.read_text("utf-8")
     except OSError as error:
         raise TopologyError(f"file of domains {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TopologyError(f"file of domains {path} is not text in UTF-8") from error
     return parse_groups(text, str(path))
 
 

@@ -4,28 +4,53 @@ Ranks tell plain words, and each makes the domains of all from all words: the sa
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from charm_megatron.errors import TopologyError
 from charm_megatron.topology.domains import Domains, domains_from_hosts
 
-_WORD = re.compile(r"(?P<host>[^\s:]+)(?::(?P<numa>\d+))?")
+_WORD = re.compile(r"(?P<host>[^\s:]+)(?::(?P<part>\d+))?")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A host, and the NUMA node of it that the rank's device or processors belong to, where that is known."""
+    """A host, and the part of it that the rank is in, where that is known and asked for.
+
+    Parts are NUMA nodes, of the rank's device or processors; for `charm.domains: nvlink`, islands of NVLink.
+    """
 
     host: str
-    numa: int | None = None
+    part: int | None = None
 
     def __str__(self) -> str:
-        return self.host if self.numa is None else f"{self.host}:{self.numa}"
+        return self.host if self.part is None else f"{self.host}:{self.part}"
 
     def is_in(self, other: "Place") -> bool:
         """Whether this is the same place, or `other` is the whole host of it."""
-        return self == other or (other.numa is None and self.host == other.host)
+        return self == other or (other.part is None and self.host == other.host)
+
+
+Groups = tuple[tuple[Place, ...], ...]
+"""The places that fast links connect, as a file lists them."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others of itself before they plan."""
+
+    declared: str
+    """Its own charm.domains."""
+    place: Place
+    groups: Groups = ()
+    """What the file of domains says on its host."""
+    gpus: tuple[str, ...] = ()
+    """For islands: the PCI addresses of all GPUs of its host that it may see."""
+    slurm_node: str | None = None
+    """The host as SLURM calls it."""
+    problem: str | None = None
+    """Why it does not know what it should."""
 
 
 def parse_place(text: str) -> Place:
@@ -33,18 +58,38 @@ def parse_place(text: str) -> Place:
     match = _WORD.fullmatch(text)
     if match is None:
         raise TopologyError(f"place {text!r} is not HOST or HOST:NUMA, such as node1 or node1:0")
-    return Place(match["host"], None if match["numa"] is None else int(match["numa"]))
+    return Place(match["host"], None if match["part"] is None else int(match["part"]))
 
 
 def domains_from_numa(places: Sequence[Place]) -> Domains:
     """One domain for each NUMA node of each host. Raises `TopologyError` where a rank knows none."""
-    unknown = [str(rank) for rank, place in enumerate(places) if place.numa is None]
+    unknown = [str(rank) for rank, place in enumerate(places) if place.part is None]
     if unknown:
         raise TopologyError(
             f"context-parallel ranks {', '.join(unknown)} do not know their NUMA node; bind them to the cores of "
             f"one, or set charm.domains to hosts, a number or a file"
         )
     return domains_from_hosts([str(place) for place in places])
+
+
+def domains_from_islands(told: Sequence[Told]) -> Domains:
+    """One domain for each NVLink island of each host.
+
+    Raises `TopologyError` where ranks of one host see different GPUs: their islands have no common numbers, and
+    none of them knows what connects its GPU to the others'.
+    """
+    seen: defaultdict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
+    for rank, one in enumerate(told):
+        seen[one.place.host].setdefault(one.gpus, rank)
+    for host, ranks in seen.items():
+        if len(ranks) > 1:
+            views = "; ".join(f"rank {rank}: {' '.join(gpus)}" for gpus, rank in ranks.items())
+            raise TopologyError(
+                f"context-parallel ranks on {host} see different GPUs in nvidia-smi ({views}), so that their NVLink "
+                f"islands are not known; let every rank see all GPUs of its host, as with SLURM's --gpus-per-node in "
+                f"place of --gpus-per-task, or set charm.domains to hosts, numa, a number or a file"
+            )
+    return domains_from_hosts([str(one.place) for one in told])
 
 
 def domains_from_groups(places: Sequence[Place], groups: Sequence[Sequence[Place]]) -> Domains:

@@ -5,22 +5,6 @@ from collections.abc import Iterable, Mapping
 from charm_megatron.errors import TopologyError
 
 
-def visible_devices(text: str | None, num_devices: int) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES -> the devices in CUDA's own numbering: "0", "3", or "GPU-..." and "MIG-..." names.
-
-    None, where the variable is not set: all `num_devices`. As in CUDA, a word that is no device ends the list.
-    """
-    if text is None:
-        return tuple(str(number) for number in range(num_devices))
-    devices: list[str] = []
-    for word in (part.strip() for part in text.split(",")):
-        is_number = word.isdigit() and int(word) < num_devices
-        if not is_number and not word.startswith(("GPU-", "MIG-")):
-            break
-        devices.append(word)
-    return tuple(devices)
-
-
 def pci_address(domain: int, bus: int, device: int) -> str:
     """The name of a device's folder in /sys/bus/pci/devices. GPUs are function 0."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"

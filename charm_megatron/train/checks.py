@@ -1,5 +1,6 @@
 """Checks of a configuration before anything is started, and the facts of a job that follow from it."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
+from charm_megatron.schedule.json_form import load_schedule
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.topology.ahead import domains_of_cp_groups
 from charm_megatron.topology.domain_file import load_groups
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
@@ -28,6 +31,8 @@ class JobFacts:
     train_iters: int
     cp_size: int
     workload: Workload
+    domains: Domains | None
+    """Of its first context-parallel group, where known before ranks run."""
 
 
 def check_quickly(config: RunConfig) -> None:
@@ -39,10 +44,17 @@ def check_quickly(config: RunConfig) -> None:
     TextFolder.find(config.data.text)
 
 
-def check_job(config: RunConfig, folder: RunFolder, resume: bool, cuda: bool | None = None) -> JobFacts:
+def check_job(
+    config: RunConfig,
+    folder: RunFolder,
+    resume: bool,
+    ranks_of_hosts: Sequence[int] | None,
+    cuda: bool | None = None,
+) -> JobFacts:
     """The checks that need Megatron. Raises `InvalidInput`; makes nothing, prints nothing.
 
-    `cuda` says for which kind of machine; None is this one.
+    `ranks_of_hosts` is how many ranks each host will run, None where that is not known. `cuda` says for which kind
+    of machine; None is this one.
     """
     import torch
 
@@ -62,13 +74,15 @@ def check_job(config: RunConfig, folder: RunFolder, resume: bool, cuda: bool | N
     with stand_in_for_cuda(), assumed:
         args, transformer = validate(argv, config.launch.ranks)
     workload = attention_workload(args)
-    if args.context_parallel_size > 1:
-        domains = _domains(config, args.context_parallel_size)
-        plan_schedules(config.charm, domains, workload, "zigzag")
+    cp_size, tp_size = args.context_parallel_size, args.tensor_model_parallel_size
+    known = _domains_ahead(config, ranks_of_hosts, cp_size, tp_size)
+    if cp_size > 1:
+        for domains in known or (_domains_assumed(config, cp_size),):
+            plan_schedules(config.charm, domains, workload, "zigzag")
         for layer_number in range(1, args.num_layers + 1):
             check_supported(Layer(transformer, layer_number))
     iters = args.train_iters or args.train_samples // args.global_batch_size
-    return JobFacts(tuple(argv), iters, args.context_parallel_size, workload)
+    return JobFacts(tuple(argv), iters, cp_size, workload, known[0] if known else None)
 
 
 def require_more_to_do(folder: RunFolder, done: int, facts: JobFacts) -> None:
@@ -119,7 +133,7 @@ def _check_layout(config: RunConfig, args: Any) -> None:
             f"launch.ranks {ranks} must be a multiple of {model_ranks}, the product of the parallel sizes "
             f"tensor {tp}, pipeline {pp} and context {cp}, such as {max(1, ranks // model_ranks) * model_ranks}"
         )
-    _domains(config, cp)
+    _domains_ahead(config, None, cp, tp)
     multiple = 2 * cp
     if cp > 1 and args.seq_length % multiple:
         raise ConfigError(
@@ -128,14 +142,27 @@ def _check_layout(config: RunConfig, args: Any) -> None:
         )
 
 
-def _domains(config: RunConfig, cp_size: int) -> Domains:
-    """The domains of a job on this host, as far as they are known before it starts.
+def _domains_ahead(
+    config: RunConfig, ranks_of_hosts: Sequence[int] | None, cp_size: int, tp_size: int
+) -> tuple[Domains, ...]:
+    """The domains of each kind of context-parallel group of the job; none where only the ranks can find out.
 
     Raises `TopologyError` for a number that does not fit, and for a file that is none of domains.
     """
     declared = config.charm.domains
     if isinstance(declared, int):
-        return even_domains(cp_size, declared)
-    if declared not in ("hosts", "numa"):
+        return (even_domains(cp_size, declared),)
+    if declared == "hosts":
+        return domains_of_cp_groups(ranks_of_hosts, cp_size, tp_size) if ranks_of_hosts else ()
+    if declared not in ("numa", "nvlink"):
         load_groups(Path(declared))
+    return ()
+
+
+def _domains_assumed(config: RunConfig, cp_size: int) -> Domains:
+    """To check with what else can be checked: one domain, or those that a written schedule is for."""
+    if config.charm.schedule.endswith(".json"):
+        written = load_schedule(Path(config.charm.schedule)).problem.domains
+        if written.cp_size == cp_size:
+            return written
     return one_domain(cp_size)

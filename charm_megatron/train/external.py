@@ -10,6 +10,7 @@ from typing import Any
 from charm_megatron.config import RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput
 from charm_megatron.mcore.compat import require_pretraining
+from charm_megatron.topology.ahead import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
 from charm_megatron.train.pretrain import Summary, summarize
 from charm_megatron.train.rank import RankJob
@@ -41,7 +42,7 @@ def run_as_rank(
         folder.check_new()
     check_quickly(config)
     require_pretraining()
-    facts = check_job(config, folder, resume)
+    facts = check_job(config, folder, resume, ranks_of_hosts(environment, world_size))
     require_more_to_do(folder, done, facts)
     if rank == 0:
         folder.create(config)

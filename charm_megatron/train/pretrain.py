@@ -53,7 +53,8 @@ def run_pretrain(config: RunConfig, path: Path, resume: bool, view: View) -> Sum
     require_pretraining()
     view.stage("importing Megatron and checking its flags")
     start_server()
-    facts: JobFacts = call_in_server(check_job, config, folder, resume)
+    on_this_host = (config.launch.ranks,)
+    facts: JobFacts = call_in_server(check_job, config, folder, resume, on_this_host)
     require_more_to_do(folder, done, facts)
     with _made(folder, config, resume):
         view.stage(f"starting {config.launch.ranks} ranks, building model and dataset")

@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from charm_megatron.cli.job import by_flag, check
 from charm_megatron.cli.main import app
 from charm_megatron.config import load_run_config, variant_names
+from charm_megatron.errors import InvalidInput
 from charm_megatron.executor.runtime import plan_schedules
 from charm_megatron.schedule.check import check_schedule
 from charm_megatron.schedule.check_tables import check_tables
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.megatron
 
 FOLDER = Path(__file__).parents[2] / "configs" / "run"
 RANKS_PER_NODE = 8
+STARTERS = ("LOCAL_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 # (file, variant): one attention call as (batch, sequence, query heads, KV heads, width), CP size.
 CALLS = {
@@ -100,3 +103,45 @@ def test_memory_shows_ring_and_charm_beside_the_papers_numbers() -> None:
     assert rows["paper, equations 11 and 12"] == ["160", "192", "32"]
     assert float(rows["peak"][1]) > float(rows["peak"][0])
     assert any("45079 45423 +344 2,048" in " ".join(line.split()) for line in result.stdout.splitlines())
+
+
+@pytest.fixture
+def allocation(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets what SLURM tells the script of a job with so many nodes."""
+    for variable in STARTERS:
+        monkeypatch.delenv(variable, raising=False)
+
+    def set_nodes(num_nodes: int) -> None:
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(num_nodes))
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", f"1(x{num_nodes})")
+
+    return set_nodes
+
+
+def test_memory_is_that_of_the_nodes_of_an_allocation(allocation: Callable[[int], None]) -> None:
+    allocation(4)
+    arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384"]
+    result = CliRunner().invoke(app, arguments)
+    assert "16 in 4 domains: batch 2" in result.stdout, result.stderr
+    result = CliRunner().invoke(app, [*arguments, "--ranks-per-node", "2"])
+    assert "16 in 8 domains: batch 2" in result.stdout, result.stderr
+
+
+def test_a_written_schedule_is_checked_for_the_nodes_of_an_allocation(
+    allocation: Callable[[int], None], tmp_path: Path
+) -> None:
+    options = ["--schedule", "charm", "--nodes", "2", "--ranks-per-node", "8", "--tokens-per-rank", "1024"]
+    written = tmp_path / "mine.json"
+    written.write_text(CliRunner().invoke(app, ["plan", *options, "--json"]).stdout)
+    config = load_run_config(
+        FOLDER / "gpt_350m.yaml", ["variant=table_6_2x16384", f"charm.schedule={written}"]
+    )
+    facts = check(config, Path("runs/run"), cpu=False)
+    assert facts.domains is None, "hosts are not known here, so the file may be right"
+    allocation(2)
+    assert check(config, Path("runs/run"), cpu=False).domains == even_domains(16, 2)
+    allocation(4)
+    with pytest.raises(
+        InvalidInput, match=r"is for 16 ranks in domains .*, but this group has 16 ranks in domains"
+    ):
+        check(config, Path("runs/run"), cpu=False)

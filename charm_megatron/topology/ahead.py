@@ -1,0 +1,71 @@
+"""Which ranks share a host, before any of them runs: from what torchrun and SLURM tell their processes.
+
+For checks ahead only. When ranks run, they tell where they are.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from charm_megatron.errors import TopologyError
+from charm_megatron.topology.domains import Domains, domains_from_hosts
+
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def ranks_of_hosts(environment: Mapping[str, str], num_ranks: int) -> tuple[int, ...] | None:
+    """How many of a job's ranks each host runs, where ranks are numbered host by host; None where that is unknown.
+
+    torchrun says how many ranks it starts a node. Where SLURM's tasks are as many as ranks, srun starts the ranks.
+    Otherwise something like torchrun does, once a node of the job.
+    """
+    per_host = _number(environment, "LOCAL_WORLD_SIZE")
+    if per_host:
+        return None if num_ranks % per_host else (per_host,) * (num_ranks // per_host)
+    # A step that holds less than the job, as the shell of salloc does on many clusters, counts where it fits alone.
+    for variable in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        counts = expand_counts(environment[variable]) if environment.get(variable) else ()
+        if sum(counts) == num_ranks:
+            return counts if _is_by_block(environment) else None
+    num_hosts = _number(environment, "SLURM_JOB_NUM_NODES")
+    if not num_hosts or num_ranks % num_hosts:
+        return None
+    return (num_ranks // num_hosts,) * num_hosts
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Reads SLURM's numbers of tasks for each host, such as 4(x2),3 for 4, 4 and 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise TopologyError(f"SLURM's numbers of tasks {text!r} are not of the form 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def domains_of_cp_groups(counts: Sequence[int], cp_size: int, tp_size: int) -> tuple[Domains, ...]:
+    """One domain a host, for each kind of context-parallel group that Megatron makes: each once, the first first.
+
+    Megatron numbers tensor-parallel ranks first, then context-parallel ones (its `--use-tp-pp-dp-mapping` too); so
+    the ranks of a group are `tp_size` apart.
+    """
+    hosts = [str(host) for host, count in enumerate(counts) for _ in range(count)]
+    groups = _cp_groups(len(hosts), cp_size, tp_size)
+    return tuple(dict.fromkeys(domains_from_hosts([hosts[rank] for rank in group]) for group in groups))
+
+
+def _cp_groups(num_ranks: int, cp_size: int, tp_size: int) -> Iterator[range]:
+    for start in range(0, num_ranks, tp_size * cp_size):
+        for first in range(start, start + tp_size):
+            yield range(first, first + tp_size * cp_size, tp_size)
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int:
+    """0 where it is not set."""
+    text = environment.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _is_by_block(environment: Mapping[str, str]) -> bool:
+    """Whether the tasks of a host have consecutive numbers, SLURM's default."""
+    return re.split("[:,]", environment.get("SLURM_DISTRIBUTION", "block"))[0] == "block"

@@ -1,0 +1,85 @@
+"""What all ranks of a group have told -> the domains of all, and why these."""
+
+from collections.abc import Sequence
+
+from charm_megatron.errors import ScheduleDisagreement, TopologyError
+from charm_megatron.topology.domains import Domains, domains_from_hosts, even_domains
+from charm_megatron.topology.places import (
+    Place,
+    Told,
+    domains_from_groups,
+    domains_from_islands,
+    domains_from_numa,
+)
+
+
+def domains_from_told(told: Sequence[Told]) -> tuple[Domains, str]:
+    """The domains by what `told[cp_rank]` says, and the reason for the receipt.
+
+    Pure, and the words are the same everywhere: so are domains, reason and error. Raises `ScheduleDisagreement`
+    where ranks were given different settings or files, `TopologyError` where one does not know its place.
+    """
+    settings = {(one.declared, one.groups): rank for rank, one in reversed(list(enumerate(told)))}
+    if len(settings) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {declared}{_groups_text(groups)}"
+            for (declared, groups), rank in sorted(settings.items(), key=lambda item: item[1])
+        )
+        raise ScheduleDisagreement(
+            f"the ranks of a context-parallel group have different charm.domains: {listed}"
+        )
+    _require_known(told)
+    domains, reason = _by_rule(told)
+    return domains, reason + _slurm_differs(told)
+
+
+def _by_rule(told: Sequence[Told]) -> tuple[Domains, str]:
+    declared, places = told[0].declared, [one.place for one in told]
+    words = " ".join(map(str, places))
+    if declared.isdecimal():
+        return even_domains(len(told), int(declared)), f"as set by charm.domains: {declared}"
+    match declared:
+        case "hosts":
+            return domains_from_hosts([place.host for place in places]), "one a host"
+        case "numa":
+            return domains_from_numa(places), f"one a NUMA node: {words}"
+        case "nvlink":
+            return domains_from_islands(told), f"one an NVLink island: {words}"
+        case path:
+            return domains_from_groups(places, told[0].groups), f"as {path} says: {words}"
+
+
+def _require_known(told: Sequence[Told]) -> None:
+    problems = {rank: one.problem for rank, one in enumerate(told) if one.problem is not None}
+    if not problems:
+        return
+    first = min(problems)
+    others = f"; also ranks {', '.join(map(str, list(problems)[1:]))}" if len(problems) > 1 else ""
+    rules = ", ".join(rule for rule in ("hosts", "numa", "nvlink") if rule != told[first].declared)
+    raise TopologyError(
+        f"charm.domains: {told[first].declared} does not work on context-parallel rank {first}, on "
+        f"{told[first].place.host}: {problems[first]}{others}; set it to {rules}, a number or a file of domains"
+    )
+
+
+def _slurm_differs(told: Sequence[Told]) -> str:
+    """Said where SLURM and the hosts' own names split the ranks differently, of which one must be mistaken.
+
+    Machines of one name look like one host, containers with names of their own on one machine like several.
+    """
+    nodes = [one.slurm_node for one in told if one.slurm_node is not None]
+    if len(nodes) < len(told) or told[0].declared.isdecimal():
+        return ""
+    hosts = [one.place.host for one in told]
+    by_slurm = domains_from_hosts(nodes)
+    if by_slurm == domains_from_hosts(hosts):
+        return ""
+    return f"; but SLURM's nodes are [{by_slurm}]: hostnames {_names(hosts)}, SLURMD_NODENAME {_names(nodes)}"
+
+
+def _names(names: Sequence[str]) -> str:
+    return " ".join(dict.fromkeys(names))
+
+
+def _groups_text(groups: Sequence[Sequence[Place]]) -> str:
+    return "".join(f" [{' '.join(map(str, group))}]" for group in groups)
