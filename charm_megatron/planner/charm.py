@@ -4,11 +4,11 @@ Inside a domain of m ranks every step is a pair of perfect matchings: with its K
 its Q partner it swaps Q and later returns the partial output. Across domains only Q travels: rank (d, i)
 sends its Q to its twin (d', i) of every other domain, where it meets that domain's KV. There are two readings:
 
-* together (`charm`; Figure 3 and Algorithm 2): visiting Qs join the twin's own Q in the exchanges of its domain.
-  All domains' Qs are alive at once.
-* per domain (`charm_per_domain`; Figure 5): the own Q first, then one more pass of the exchanges for each other
-  domain's Q. The next Q crosses under a pass, and outputs go home under the pass after theirs. What a rank holds does
-  not grow with the number of domains. KV is exchanged again in each pass, or kept (`charm_per_domain_kept`).
+* per domain (`charm`; Figure 5): the own Q first, then one more pass of the exchanges for each other domain's Q. The
+  next Q crosses under a pass, and outputs go home under the pass after theirs. What a rank holds does not grow with
+  the number of domains. KV is exchanged once and kept, or again in each pass (`charm_per_domain`).
+* together (`charm_together`; Figure 3 and Algorithm 2): visiting Qs join the twin's own Q in the exchanges of its
+  domain, which begin when they have come. All domains' Qs are alive at once.
 
 Levels run from the largest to the smallest, as in Figure 3, so that Q partners come early and their outputs
 return under later steps.
@@ -42,12 +42,12 @@ def rm_plus(problem: Problem) -> Method:
 
 
 def charm(problem: Problem) -> Method:
-    """CHARM+ over the problem's domains.
+    """CHARM+ over the problem's domains, one visiting Q at a time, KV of the own domain kept.
 
     Of domains with one rank each nothing is inside that could hide what crosses; RM+ over the ranks, which
     crosses with log-depth waits only, takes its place. Raises `PlanError` for domains of different sizes.
     """
-    return _together("charm", problem, _grid("charm", problem))
+    return _per_domain("charm", problem, keep_kv=True)
 
 
 def charm_per_domain(problem: Problem) -> Method:
@@ -55,9 +55,9 @@ def charm_per_domain(problem: Problem) -> Method:
     return _per_domain("charm_per_domain", problem, keep_kv=False)
 
 
-def charm_per_domain_kept(problem: Problem) -> Method:
-    """CHARM+ one visiting Q at a time, KV of the own domain kept. Grids and refusals are those of `charm`."""
-    return _per_domain("charm_per_domain_kept", problem, keep_kv=True)
+def charm_together(problem: Problem) -> Method:
+    """CHARM+ with all visiting Qs at once. Grids and refusals are those of `charm`."""
+    return _together("charm_together", problem, _grid("charm_together", problem))
 
 
 def _grid(name: str, problem: Problem) -> Grid:

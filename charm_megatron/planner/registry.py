@@ -50,21 +50,21 @@ _ALL = (
     Planner("rm_plus", "CHARM+ paper, 3.2", "half of each level's partners swap Q, half KV", charm.rm_plus),
     Planner(
         "charm",
-        "CHARM+ paper, 3.3",
-        "rm_plus inside each domain, with the other domains' Q along",
+        "CHARM+ paper, 3.3 and Figure 5",
+        "rm_plus inside each domain, its Q half once more for each other domain's Q",
         charm.charm,
     ),
     Planner(
         "charm_per_domain",
         "CHARM+ paper, Figure 5",
-        "rm_plus inside each domain, once more for each other domain's Q",
+        "charm with KV exchanged again for each other domain's Q, not kept",
         charm.charm_per_domain,
     ),
     Planner(
-        "charm_per_domain_kept",
-        "CHARM+ paper, Figure 5",
-        "charm_per_domain with KV exchanged once and kept",
-        charm.charm_per_domain_kept,
+        "charm_together",
+        "CHARM+ paper, Figure 3",
+        "rm_plus inside each domain, with the other domains' Q along",
+        charm.charm_together,
     ),
     Planner(
         "dist_flash",

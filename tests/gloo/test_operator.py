@@ -103,7 +103,7 @@ def test_every_schedule_equals_full_attention_forward_and_backward(size):
 
 def core_cases(rank, size):
     worst = {}
-    for schedule, domains in (("ring", 1), ("rm_plus", 1), ("charm", 1), ("charm", 2)):
+    for schedule, domains in (("ring", 1), ("rm_plus", 1), ("charm", 1), ("charm", 2), ("charm_together", 2)):
         runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=domains, deadline_s=60))
         for mask, kv_heads in product((CAUSAL, NO_MASK), (HEADS, 1)):
             errors = run_case(runtime, rank, size, mask=mask, kv_heads=kv_heads)
@@ -171,7 +171,15 @@ def test_prefetch_separate_lanes_kernels_and_unequal_head_widths_change_nothing(
 
 def byte_counts(rank, size):
     rows = []
-    for schedule in ("ring", "rm_plus", "charm", "charm_per_domain", "ulysses", "attention_2d"):
+    for schedule in (
+        "ring",
+        "rm_plus",
+        "charm",
+        "charm_per_domain",
+        "charm_together",
+        "ulysses",
+        "attention_2d",
+    ):
         runtime = AttentionRuntime(CharmConfig(schedule=schedule, domains=2, deadline_s=60))
         run_case(runtime, rank, size, kv_heads=2, dtype=torch.bfloat16)
         workload = Workload(BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM, "bfloat16")

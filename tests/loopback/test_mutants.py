@@ -32,6 +32,7 @@ CASES = [
     ("ring", 1, 2, "zigzag", CAUSAL),
     ("rm_plus", 1, 4, "contiguous", NO_MASK),
     ("charm", 2, 2, "zigzag", CAUSAL),
+    ("charm_together", 2, 2, "zigzag", CAUSAL),
     ("charm_per_domain", 2, 2, "contiguous", NO_MASK),
     ("ulysses", 1, 2, "zigzag", CAUSAL),
 ]

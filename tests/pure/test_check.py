@@ -163,10 +163,11 @@ def test_a_missing_program_is_found():
         check(PAIR[0])
 
 
-def test_no_single_dropped_action_of_charm_goes_unnoticed():
+@pytest.mark.parametrize("name", ["charm", "charm_together"])
+def test_no_single_dropped_action_of_charm_goes_unnoticed(name):
     made = Problem(make_sharding("zigzag", 4, 16), even_domains(4, 2))
     for pass_ in (FORWARD, BACKWARD):
-        (schedule,) = make_schedules(plan("charm", made), pass_.direction)
+        (schedule,) = make_schedules(plan(name, made), pass_.direction)
         programs = [schedule.program(rank) for rank in range(4)]
         for rank, program in enumerate(programs):
             for i in range(len(program)):

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.pure
 
 KV_BYTES, DKV_BYTES = 128, 256  # 8 tokens, 1 head, 4 + 4 numbers in bfloat16 or float32
 Q_BYTES, OUT_BYTES = 128, 192  # 8 tokens, 2 heads, 4 numbers; out with lse
+DQ_BYTES = 256  # the same in float32
 OUT_SUM_BYTES = 320  # out and lse while they are added up
 
 
@@ -54,14 +55,19 @@ def plain(name, domains, direction="forward", **options):
 # ---------------------------------------------------------------------- grids
 
 
-def test_the_grid_of_charm_over_two_domains(golden):
-    made = schedule("charm", cut("charm", even_domains(4, 2), "zigzag", CAUSAL))
-    golden("charm_2x2_grid.txt", format_grid(made))
+@pytest.mark.parametrize("name", ["charm", "charm_together"])
+def test_the_grid_of_charm_over_two_domains(golden, name):
+    made = schedule(name, cut(name, even_domains(4, 2), "zigzag", CAUSAL))
+    golden(f"{name}_2x2_grid.txt", format_grid(made))
 
 
-def test_the_grid_of_figure_3_with_what_is_received(golden):
-    made = schedule("charm", cut("charm", even_domains(8, 2)))
-    golden("charm_figure_3_grid.txt", format_grid(made, ranks=range(2, 6), recvs=True))
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("charm", "charm_2x4_grid.txt"), ("charm_together", "charm_together_figure_3_grid.txt")],
+)
+def test_the_grid_of_figure_3s_ranks_with_what_is_received(golden, name, file):
+    made = schedule(name, cut(name, even_domains(8, 2)))
+    golden(file, format_grid(made, ranks=range(2, 6), recvs=True))
 
 
 def test_the_grid_of_a_backward_ring_under_a_window(golden):
@@ -136,12 +142,36 @@ def test_the_last_hop_home_of_a_backward_ring_is_exposed():
     assert got.exposed_bytes.tolist() == [DKV_BYTES] * 4
 
 
-def test_of_charm_only_outputs_that_cross_are_exposed():
-    made, wire = plain("charm", even_domains(8, 2))
+PASS_TICKS = 3
+"""The own block, and those of the two exchanges of four ranks."""
+
+
+def charm_ticks(name, num_domains):
+    """Together, the visiting Qs arrive one a tick before the only pass begins; else each has a pass of its own."""
+    return num_domains - 1 + PASS_TICKS if name == "charm_together" else num_domains * PASS_TICKS
+
+
+@pytest.mark.parametrize("num_domains", [2, 3, 4])
+@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
+def test_of_charm_only_outputs_that_cross_are_exposed(name, num_domains):
+    """One a rank where Qs visit one after the other: the earlier ones went home under later passes."""
+    size = 4 * num_domains
+    made, wire = plain(name, even_domains(size, num_domains))
     got = report([made], wire)
-    assert got.exposed_steps == 1
-    assert got.exposed_bytes.tolist() == [OUT_BYTES] * 8
-    assert got.traffic.across_bytes.tolist() == [Q_BYTES + OUT_BYTES] * 8
+    num_late = num_domains - 1 if name == "charm_together" else 1
+    assert got.num_ticks == charm_ticks(name, num_domains)
+    assert (got.num_steps, got.exposed_steps) == (got.num_ticks + 1, 1)
+    assert got.exposed_bytes.tolist() == [num_late * OUT_BYTES] * size
+    assert got.traffic.across_bytes.tolist() == [(num_domains - 1) * (Q_BYTES + OUT_BYTES)] * size
+
+
+@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
+def test_of_charms_backward_the_last_partners_kv_gradient_is_exposed_too(name):
+    made, wire = plain(name, even_domains(8, 2), "backward")
+    got = report([made], wire)
+    assert got.num_ticks == charm_ticks(name, 2)
+    assert (got.num_steps, got.exposed_steps) == (got.num_ticks + 1, 1)
+    assert got.exposed_bytes.tolist() == [DQ_BYTES + DKV_BYTES] * 8
 
 
 def test_contiguous_causal_work_is_uneven_and_zigzag_is_even():
@@ -184,7 +214,12 @@ def test_pairs_of_many_blocks_are_those_of_each(layout, mask):
         ("ring", one_domain(8), 7, 8),  # the gradients of KV make one hop more, home
         ("merge", one_domain(8), 1, 2),
         ("rm_plus", one_domain(8), 2, 2),  # Q there, out back
-        ("charm", even_domains(8, 2), 4, 4),  # Q across, Q to its partner, and outputs the same way back
+        # Q across, Q to its partner, and outputs the same way back, however many domains there are
+        ("charm", even_domains(8, 2), 4, 4),
+        ("charm", even_domains(16, 4), 4, 4),
+        ("charm_per_domain", even_domains(16, 4), 4, 4),
+        ("charm_together", even_domains(8, 2), 4, 4),
+        ("charm", even_domains(4, 2), 2, 2),  # two ranks swap KV only: Q across and its output back
         ("all_gather", one_domain(5), 1, 2),
     ],
 )

@@ -238,7 +238,7 @@ def test_dist_flash_takes_half_the_rounds_of_a_ring_and_balances_blocks(size):
 
 # ---------------------------------------------------------------------- charm, one domain's queries at a time
 
-PER_DOMAIN = ("charm_per_domain", "charm_per_domain_kept")
+PER_DOMAIN = ("charm_per_domain", "charm")
 
 
 def exchange_bytes(q_bytes, scalar_bytes, direction):
@@ -250,7 +250,7 @@ def exchange_bytes(q_bytes, scalar_bytes, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("grid", [(1, 4), (2, 2), (2, 4), (3, 4), (4, 2), (2, 8)])
-def test_bytes_of_charm_per_domain_equal_the_formulas_inside_and_across(grid, direction):
+def test_bytes_of_charm_with_kv_sent_again_or_kept_equal_the_formulas(grid, direction):
     num_domains, size = grid
     for name, num_kv_exchanges in zip(PER_DOMAIN, (num_domains, 1), strict=True):
         sent, *unit = sent_bytes(name, even_domains(num_domains * size, num_domains), direction)
@@ -267,9 +267,9 @@ def peak(name, num_domains, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", PER_DOMAIN)
-def test_what_charm_per_domain_holds_does_not_grow_with_the_domains_as_charms_does(name, direction):
+def test_what_charm_holds_does_not_grow_with_the_domains_as_that_of_charm_together_does(name, direction):
     assert len({peak(name, num_domains, direction) for num_domains in (4, 5, 8)}) == 1
-    together = [peak("charm", num_domains, direction) for num_domains in (2, 4, 8)]
+    together = [peak("charm_together", num_domains, direction) for num_domains in (2, 4, 8)]
     assert together[1] > 1.5 * together[0]
     assert together[2] > 1.5 * together[1]
     assert peak(name, 8, direction) < together[2]
@@ -297,7 +297,7 @@ def test_the_next_queries_cross_under_each_pass_and_outputs_under_the_pass_after
 
 
 @pytest.mark.parametrize("name", PER_DOMAIN)
-def test_inside_a_domain_each_step_of_charm_per_domain_is_a_matching_on_either_side(name):
+def test_inside_a_domain_each_step_of_charm_is_a_matching_on_either_side(name):
     domains = even_domains(16, 2)
     made = schedule(name, cut(name, domains))
     for cargo in ("q", "kv"):
@@ -308,8 +308,8 @@ def test_inside_a_domain_each_step_of_charm_per_domain_is_a_matching_on_either_s
             assert len({src for src, _ in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize(("name", "num_domains"), list(product(PER_DOMAIN, (1, 8))))
-def test_with_one_domain_or_one_rank_in_each_charm_per_domain_is_rm_plus(name, num_domains):
+@pytest.mark.parametrize(("name", "num_domains"), list(product((*PER_DOMAIN, "charm_together"), (1, 8))))
+def test_with_one_domain_or_one_rank_in_each_charm_is_rm_plus(name, num_domains):
     domains = even_domains(8, num_domains)
     for direction in DIRECTIONS:
         made, flat = (schedule(other, cut(other, domains), direction) for other in (name, "rm_plus"))

@@ -20,14 +20,14 @@ def schedules(name, num_domains, per_domain, direction):
     return make_schedules(plan(name, problem), direction)
 
 
-@pytest.mark.parametrize("name", ["charm", "hierarchical"])
+@pytest.mark.parametrize("name", ["charm", "charm_together", "hierarchical"])
 def test_128_ranks_pass_the_whole_check(name):
     for schedule in schedules(name, 16, 8, "backward"):
         check_schedule(schedule)
         check_tables(schedule)
 
 
-@pytest.mark.parametrize("name", ["charm", "charm_per_domain"])
+@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
 def test_1024_ranks_are_planned_proved_and_give_any_ranks_program(name):
     (schedule,) = schedules(name, 128, 8, "backward")
     check_tables(schedule)

@@ -35,8 +35,10 @@ def schedule(name, made, pass_=FORWARD, **options):
     return made_schedule
 
 
-NAMES = ("ring", "rm_plus", "charm")
+NAMES = ("ring", "rm_plus", "charm", "charm_together")
 """The rest are in test_planners."""
+
+CHARMS = ("charm", "charm_per_domain", "charm_together")
 
 GRIDS = [(1, n) for n in range(1, 10)] + [
     (2, 1),
@@ -109,9 +111,10 @@ def test_partners_of_a_power_of_two_are_those_of_the_papers_example():
 
 
 @pytest.mark.parametrize("grid", [(1, 4), (1, 6), (1, 8), (2, 4), (4, 4), (3, 6)])
-def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(grid):
+@pytest.mark.parametrize("name", CHARMS)
+def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(name, grid):
     made = problem(*grid, layout="contiguous", mask=NO_MASK)
-    hops = schedule("charm", made).hops
+    hops = schedule(name, made).hops
     domain = np.asarray(made.domains.domain_of)
     inside = domain[hops.src] == domain[hops.dst]
     for side in ("q", "kv"):
@@ -125,7 +128,14 @@ def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(grid):
 def test_figure_3_of_the_paper_is_the_program_of_rank_3(golden):
     """8 ranks, 2 domains: own block while Q7 arrives; K1 V1 with Q0 Q4; K2 V2; outputs home."""
     made = problem(2, 4, layout="contiguous", mask=NO_MASK)
-    golden("charm_figure_3_rank_3.txt", "\n".join(map(str, schedule("charm", made).program(3))) + "\n")
+    program = schedule("charm_together", made).program(3)
+    golden("charm_together_figure_3_rank_3.txt", "\n".join(map(str, program)) + "\n")
+
+
+def test_the_program_of_rank_3_with_one_visiting_q_at_a_time(golden):
+    """8 ranks, 2 domains: Q0, K1 V1, K2 V2 for the own Q while Q7 arrives; Q4 for Q7 against KV that is kept."""
+    made = problem(2, 4, layout="contiguous", mask=NO_MASK)
+    golden("charm_2x4_rank_3.txt", "\n".join(map(str, schedule("charm", made).program(3))) + "\n")
 
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
@@ -179,9 +189,11 @@ def test_bytes_of_ring_and_rm_plus_equal_the_formulas(size, group, pass_):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4), (4, 4), (4, 2), (2, 8)])
-def test_bytes_of_charm_equal_the_formulas_inside_and_across(grid, pass_):
+@pytest.mark.parametrize("name", ["charm", "charm_together"])
+def test_bytes_of_charm_equal_the_formulas_inside_and_across(name, grid, pass_):
+    """KV is sent once, whether the visiting Qs meet it all at once or one after the other."""
     num_domains, size = grid
-    sent, rows = sent_bytes("charm", grid, pass_)
+    sent, rows = sent_bytes(name, grid, pass_)
     kv, q = exchange_bytes(rows, 1, pass_)
     assert set(sent.across_bytes) == {(num_domains - 1) * q}
     assert set(sent.inside_bytes) == {size // 2 * kv + num_domains * (size // 2 - 1) * q}
@@ -218,15 +230,17 @@ def test_a_shard_meets_itself_in_one_causal_rectangle():
     assert len(attends) == 4
 
 
-def test_with_one_rank_a_domain_charm_is_rm_plus_across():
-    lone, flat = schedule("charm", problem(8, 1)), schedule("rm_plus", problem(8, 1))
+@pytest.mark.parametrize("name", CHARMS)
+def test_with_one_rank_a_domain_charm_is_rm_plus_across(name):
+    lone, flat = schedule(name, problem(8, 1)), schedule("rm_plus", problem(8, 1))
     assert [lone.program(r) for r in range(8)] == [flat.program(r) for r in range(8)]
 
 
-def test_charm_refuses_domains_of_different_sizes_and_says_what_works():
+@pytest.mark.parametrize("name", CHARMS)
+def test_charm_refuses_domains_of_different_sizes_and_says_what_works(name):
     made = Problem(make_sharding("zigzag", 3, 6), Domains((0, 0, 1)))
     with pytest.raises(PlanError, match="equal size, but they have 2, 1 ranks; rm_plus takes any ranks"):
-        plan("charm", made)
+        plan(name, made)
 
 
 def test_an_unknown_schedule_names_the_nearest():

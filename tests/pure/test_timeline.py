@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 NO_TIME = Link(1e30)
 FREE = 1e30
-NAMES = ("ring", "rm_plus", "charm", "charm_per_domain", "double_ring", "pass_q")
+NAMES = ("ring", "rm_plus", "charm", "charm_per_domain", "charm_together", "double_ring", "pass_q")
 
 
 def setup(name, num_domains, size, pass_=FORWARD, *, layout="contiguous", mask=NO_MASK):
@@ -65,12 +65,13 @@ def test_exchanges_of_rm_plus_wait_for_nobody_unless_their_links_are_shared():
     assert shared == pytest.approx(2 * kv_s + q_s + out_s)
 
 
-def test_a_slow_crossing_slows_every_hop_of_the_ring_but_only_the_crossings_of_charm():
+@pytest.mark.parametrize("name", ["charm", "charm_together"])
+def test_a_slow_crossing_slows_every_hop_of_the_ring_but_only_the_crossings_of_charm(name):
     cost = CostModel(FREE, NO_TIME, Link(1e9))
     _, wire = setup("ring", 2, 8)
     assert makespan("ring", 2, 8, cost) == pytest.approx(7 * wire.piece_bytes(KV, 0) / 1e9)
     crossing_s = (wire.piece_bytes(Q, 0) + wire.piece_bytes(OUT, 0)) / 1e9
-    assert makespan("charm", 2, 8, cost) == pytest.approx(crossing_s)
+    assert makespan(name, 2, 8, cost) == pytest.approx(crossing_s)
 
 
 @pytest.mark.parametrize("name", NAMES)
