@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from charm_megatron.bench import namespaces
 from charm_megatron.bench.cluster import Cluster, launched_cluster
 from charm_megatron.bench.network import Profile
 from charm_megatron.bench.operator import OperatorCase, as_json, planned, run_case
@@ -171,3 +172,15 @@ def test_bad_arguments_are_one_line(arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_where_no_network_can_be_shaped_the_race_runs_on_loopback_and_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(namespaces, "why_unavailable", lambda: "it needs root, and the user is number 7")
+    path = tmp_path / "rows.json"
+    sizes = ("--tokens-per-rank", "8", "--heads", "8", "--head-dim", "8", "--repetitions", "1")
+    result = run_command("--profile", "nvlink_2x4", *sizes, "--schedules", "ring", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "cannot shape nvlink_2x4: it needs root, and the user is number 7; on loopback" in result.output
+    rows = json.loads(path.read_text("utf-8"))
+    assert {row["network"] for row in rows} == {"2 x 4 ranks on loopback"}
+    assert {row["bound_s"] for row in rows} == {None}
