@@ -9,7 +9,7 @@ import numpy as np
 from charm_megatron.bench.network import Link as SharedLink
 from charm_megatron.bench.network import Profile
 from charm_megatron.bench.testbed import Network
-from charm_megatron.errors import LaunchError
+from charm_megatron.errors import TopologyError
 from charm_megatron.schedule.decisions import IntArray
 from charm_megatron.simulator import CostModel, Link
 from charm_megatron.topology import Domains, even_domains
@@ -81,7 +81,7 @@ def cluster_on(net: Network) -> Cluster:
 def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None:
     """The job that this process is a rank of, one domain a node; None where it is none.
 
-    Raises `LaunchError` where its nodes have different numbers of ranks.
+    Raises `TopologyError` where its nodes have different numbers of ranks.
     """
     variables = os.environ if environment is None else environment
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
@@ -89,5 +89,5 @@ def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | 
     world_size = int(variables["WORLD_SIZE"])
     per_node = int(variables.get("LOCAL_WORLD_SIZE", "1"))
     if world_size % per_node:
-        raise LaunchError(f"{world_size} ranks do not fill nodes of {per_node} ranks (LOCAL_WORLD_SIZE)")
+        raise TopologyError(f"{world_size} ranks do not fill nodes of {per_node} ranks (LOCAL_WORLD_SIZE)")
     return Cluster(world_size // per_node, per_node, is_launched=True)

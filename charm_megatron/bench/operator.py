@@ -18,7 +18,7 @@ from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.peers import PEERS, peer_named, tokens_of
-from charm_megatron.bench.ranks import Tell, run_on_ranks
+from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
 from charm_megatron.bench.unsharded import assembled, draw_shard, relative_error, unsharded_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
@@ -142,6 +142,8 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     from charm_megatron.bench.operator_rank import measure_rank
 
     progress("starting ranks")
+    if cluster.is_launched and job_backend() == "nccl":
+        _require_for_nccl(case)
     for name in case.schedules:
         planned(case, cluster, name)  # what cannot be planned is said before anything starts
     flops = {direction: _flops(case, cluster, direction) for direction in PASSES}
@@ -158,6 +160,18 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     ]
     first = {row.direction: row.median_s for row in rows if row.schedule == case.schedules[0]}
     return [replace(row, ratio_to_first=_ratio(first[row.direction], row.median_s)) for row in rows]
+
+
+def _require_for_nccl(case: OperatorCase) -> None:
+    if case.is_modelled:
+        raise InvalidInput(
+            "modelled computation (--compute modelled, --ccr) waits on the CPU, for which no GPU waits; leave it out, "
+            "or set CUDA_VISIBLE_DEVICES= for gloo on CPUs"
+        )
+    if not case.settings.fuse:
+        raise InvalidInput(
+            "over NCCL, transfers of a step that are posted apart may wait for each other forever; add --fuse"
+        )
 
 
 def _ratio(first_s: float | None, this_s: float | None) -> float | None:

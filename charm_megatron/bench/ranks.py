@@ -7,13 +7,14 @@ before it makes its first socket. CPU only: no CUDA context may exist. Of a laun
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.errors import LaunchError
+from charm_megatron.errors import CharmError, LaunchError, TopologyError
 
 PORT = 29_500
 END_S = 10.0
@@ -109,23 +110,86 @@ def _main(
         os._exit(1)
 
 
+# ---------------------------------------------------------------------- ranks of a job
+
+
+def job_backend() -> str:
+    """What the ranks of a launched job talk over."""
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def leave_job() -> None:
+    """Ends this rank's part in a launched job, after the barrier that ends `run_on_ranks`."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _run_as_rank(
     function: Callable[..., Any], cluster: Cluster, args: Any, progress: Tell
 ) -> list[Any] | None:
+    """The group stays for the next run: its addresses in torchrun's store would mislead a second one."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        _join_job()
+    rank = dist.get_rank()
+    try:
+        value = function(progress if rank == 0 else lambda line: None, rank, cluster.num_ranks, *args)
+        values: list[Any] | None = [None] * cluster.num_ranks if rank == 0 else None
+        dist.gather_object(value, values)
+        dist.barrier()
+    except Exception as error:
+        raise LaunchError(_last_words(rank, error)) from error
+    return values
+
+
+def _join_job() -> None:
     import torch
     import torch.distributed as dist
 
-    has_gpu = torch.cuda.is_available()
-    if not dist.is_initialized():
-        if has_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if has_gpu else "gloo")
-    rank = dist.get_rank()
-    value = function(progress if rank == 0 else lambda line: None, rank, cluster.num_ranks, *args)
-    values: list[Any] | None = [None] * cluster.num_ranks if rank == 0 else None
-    dist.gather_object(value, values)
-    dist.barrier()
-    return values
+    variables = os.environ
+    local_rank, num_local = (
+        int(variables.get(*pair)) for pair in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    backend, device = job_backend(), None
+    if backend == "nccl":
+        if num_local > torch.cuda.device_count():
+            raise TopologyError(
+                f"{num_local} ranks on a node that shows them {torch.cuda.device_count()} GPUs; start one a GPU, or "
+                f"set CUDA_VISIBLE_DEVICES= for gloo"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(backend, device_id=device)
+    except Exception as error:
+        address = ":".join(variables.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise LaunchError(
+            f"rank {variables['RANK']} did not join the others at {address} over {backend}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _last_words(rank: int, error: Exception) -> str:
+    """Why this rank ends. The first to fail says it at once; others, which lost it as a peer, late.
+
+    By then the starter of the ranks has ended them, if it is torchrun, which does so when the first has ended.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        is_first = _get_default_store().add("failed ranks", 1) == 1
+    except RuntimeError:  # the store was the first one's
+        is_first = False
+    if is_first:
+        words = str(error) if isinstance(error, CharmError) else traceback.format_exc()
+        return f"rank {rank} failed: {words}"
+    time.sleep(END_S)
+    return f"rank {rank} ended, as another had failed before it"
 
 
 def _free_port() -> int:

@@ -19,6 +19,7 @@ from charm_megatron.cli.job import args_command
 from charm_megatron.cli.memory import memory_command
 from charm_megatron.cli.operator import operator_command
 from charm_megatron.cli.plan import plan_command
+from charm_megatron.cli.rank_command import RankCommand, after_rank_0
 from charm_megatron.errors import InvalidInput
 
 app = typer.Typer(
@@ -115,7 +116,7 @@ app.command("args")(ends_in_sentences(args_command))
 app.command("memory")(ends_in_sentences(memory_command))
 app.command("plan")(ends_in_sentences(plan_command))
 app.command("check")(ends_in_sentences(check_command))
-bench.app.command("operator")(ends_in_sentences(operator_command))
+bench.app.command("operator", cls=RankCommand)(ends_in_sentences(after_rank_0(operator_command)))
 bench.app.command("ablation")(ends_in_sentences(ablation_command))
 bench.app.command("numerics")(ends_in_sentences(numerics_command))
 app.add_typer(bench.app, name="bench")

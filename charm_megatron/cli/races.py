@@ -72,6 +72,8 @@ class Runner:
         """Runs all races, with a table after each. Empty on the later ranks of a launched job."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from charm_megatron.bench.ranks import leave_job
+
         results: Results = []
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=self.is_launched) as progress:
@@ -91,6 +93,8 @@ class Runner:
                         results.append((f"{cluster}: {race.title}", rows))
                         if shows_tables:
                             self._print(*results[-1])
+        if self.is_launched:
+            leave_job()
         return results
 
     @staticmethod

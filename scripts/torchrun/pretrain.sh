@@ -5,29 +5,15 @@
 # One node needs no variables. OUT is the run folder, on a file system that all nodes share. Options are those of
 # `charm-megatron pretrain`. SIGUSR1, once training has begun, saves a checkpoint and ends all
 # ranks of all nodes with code 0.
-#   NUM_NODES       1 if not set
-#   NODE_RANK       this node, 0 to NUM_NODES - 1; ranks are numbered node by node, so that a node is a domain
-#   MASTER_ADDR     name or address of node 0, as the other nodes know it
-#   MASTER_PORT     a free port there
-#   RANKS_PER_NODE  launch.ranks of CONFIG / NUM_NODES if not set
-#   PYTHON          .venv/bin/python, as scripts/setup makes it, if not set
+# RANKS_PER_NODE is launch.ranks of CONFIG / NUM_NODES if not set. All other variables: node.bash.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-
-fail() {
-  echo "scripts/torchrun/pretrain.sh: $*" >&2
-  exit 2
-}
+# shellcheck source-path=SCRIPTDIR source=node.bash
+source "$(dirname "${BASH_SOURCE[0]}")/node.bash"
 
 [[ $# -ge 2 && $1 != -* && $2 != -* ]] || fail "usage: scripts/torchrun/pretrain.sh CONFIG OUT [OPTION ...]"
 config=$1 out=$2
 shift 2
-num_nodes=${NUM_NODES:-1}
-python=${PYTHON:-$root/.venv/bin/python}
-[[ -x $(command -v "$python") ]] || fail "there is no $python; run scripts/setup first, or set PYTHON"
-if ((num_nodes > 1)); then
-  [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NUM_NODES is $num_nodes: set NODE_RANK and MASTER_ADDR"
-fi
+check_node
 
 # Prints launch.ranks of the configuration. Runs in the same Python as the ranks, which a container may bring along.
 configured_ranks() {
@@ -47,35 +33,20 @@ except CharmError as error:
 PYTHON
 }
 
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [[ -z ${RANKS_PER_NODE:-} ]]; then
   ranks=$(configured_ranks "$@")
   ((ranks % num_nodes == 0)) || fail "launch.ranks $ranks of $config does not split evenly over $num_nodes nodes"
   RANKS_PER_NODE=$((ranks / num_nodes))
 fi
 
-# Megatron wants compute and communication queued in the order of their launches on GPUs before Blackwell; with more
-# hardware queues, a transfer posted first may start after the attention that was to hide it.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-# NCCL says nothing by default, also where it falls back from InfiniBand to sockets.
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# torch starts as many threads a rank as there are cores; ranks that share a node would fight for them.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Not set here, for they depend on the site: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where a node has more than one
-# network and the first is not the one that connects nodes; NCCL_IB_HCA where some adapters are for storage.
-
 # Megatron's handler, told of the signal that SLURM sends ahead of the end of a job's time: ranks agree in each iteration
 # whether one of them has seen it, save, and end.
 #
-# Static rendezvous: node and rank numbers are those given here. torchrun's default numbers nodes as they come.
 # SIGUSR1 would end torchrun, and a rank before Megatron has its handler: both start with it ignored. srun sends it to
 # every process of a step, other senders only to this one.
 (
   trap '' USR1
-  exec "$python" -m torch.distributed.run \
-    --nnodes="$num_nodes" --node-rank="${NODE_RANK:-0}" --nproc-per-node="$RANKS_PER_NODE" \
-    --rdzv-backend=static --master-addr="${MASTER_ADDR:-127.0.0.1}" --master-port="${MASTER_PORT:-29500}" \
-    --rdzv-conf=timeout="${RENDEZVOUS_TIMEOUT_S:-300}" --max-restarts=0 \
+  exec "${torchrun[@]}" --nproc-per-node="$RANKS_PER_NODE" \
     -m charm_megatron pretrain "$config" --out "$out" \
     --set megatron.exit_signal_handler=true --set megatron.exit_signal=SIGUSR1 "$@"
 ) &

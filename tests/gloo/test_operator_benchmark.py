@@ -15,7 +15,7 @@ from charm_megatron.bench.operator import OperatorCase, as_json, planned, run_ca
 from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
 from charm_megatron.cli.main import app
-from charm_megatron.errors import LaunchError
+from charm_megatron.errors import LaunchError, TopologyError
 from charm_megatron.schedule.wire import traffic
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
@@ -106,7 +106,7 @@ def test_ranks_of_a_job_are_told_by_its_variables():
     assert launched_cluster({}) is None
     made = launched_cluster({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
     assert (made.num_domains, made.ranks_per_domain, made.is_launched) == (2, 4, True)
-    with pytest.raises(LaunchError, match="8 ranks do not fill nodes of 3 ranks"):
+    with pytest.raises(TopologyError, match="8 ranks do not fill nodes of 3 ranks"):
         launched_cluster({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "3"})
 
 

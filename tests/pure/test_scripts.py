@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
 from charm_megatron.config import load_run_config
+from charm_megatron.planner import cut_problem, plan
+from charm_megatron.sharding import make_sharding
 from charm_megatron.simulator.paper_end_to_end import ITERATIONS
+from charm_megatron.topology import even_domains
+from charm_megatron.workload import NO_MASK
 
 pytestmark = pytest.mark.pure
 
@@ -102,3 +107,62 @@ def test_the_torchrun_script_says_what_is_missing(
     assert done.returncode != 0
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+STUBS = {
+    "scontrol": "echo node0",
+    # What would be started: the container's options, then the ranks' command.
+    "srun": 'printf "%q " "$@" >>"$STARTED"; echo >>"$STARTED"; echo a table',
+}
+
+
+def submit_bench(folder: Path, ranks: int, *options: str, **more: str) -> tuple[str, list[list[str]]]:
+    """Runs bench_operator.sbatch where srun only notes what it is given; gives what was said, and the notes."""
+    started = folder / "started"
+    for name, body in STUBS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    variables = {"SUBMIT_DIR": str(ROOT), "JOB_ID": "7", "JOB_NODELIST": "node[0-1]", "NNODES": "2"}
+    done = run(
+        "scripts/slurm/bench_operator.sbatch",
+        *options,
+        PATH=f"{folder}:/usr/bin:/bin",
+        STARTED=str(started),
+        CHARM_OUT=str(folder / "out"),
+        SLURM_GPUS_ON_NODE=str(ranks),
+        **{f"SLURM_{name}": value for name, value in variables.items()},
+        **more,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [shlex.split(line) for line in started.read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(("ranks", "has_ulysses"), [(8, True), (6, False)])
+def test_without_options_lengths_are_raced_that_every_schedule_can_be_planned_for(
+    tmp_path: Path, ranks: int, has_ulysses: bool
+) -> None:
+    said, started = submit_bench(tmp_path, ranks)
+    assert said.count("a table") == len(started) == 4
+    lengths = []
+    for words in started:
+        options = words[words.index("--json") :]
+        values = dict(pairwise(options))
+        lengths.append(int(values["--tokens-per-rank"]))
+        assert values["--json"] == f"{tmp_path}/out/tokens_per_rank_{lengths[-1]}.json"
+        assert "--fuse" in options
+        schedules = values["--schedules"].split(",")
+        assert ("ulysses" in schedules) == has_ulysses
+        for name in schedules:
+            heads = int(values["--heads"])
+            sharding = make_sharding("contiguous", 2 * ranks, 2 * ranks * lengths[-1])
+            domains = even_domains(2 * ranks, 2)
+            plan(name, cut_problem(name, sharding, domains, NO_MASK, num_heads=heads, num_kv_heads=heads))
+    assert lengths == [256, 1680, 6720, 13440]
+    assert [16 * length for length in lengths[1:]] == [26880, 107520, 215040], "the paper's, on 16 ranks"
+
+
+def test_a_container_is_asked_for_with_the_repository_in_it(tmp_path: Path) -> None:
+    _, (words,) = submit_bench(tmp_path, 8, "--fuse", CHARM_CONTAINER="image", CHARM_MOUNTS="/data:/data")
+    assert "--container-image=image" in words
+    assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in words
+    assert words[-1] == "--fuse"

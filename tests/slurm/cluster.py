@@ -107,7 +107,8 @@ class Cluster:
         script = NODE.format(name=NODES[number], folder=self.folder, number=number + 1)
         daemon = self._daemon("unshare", "--net", "--uts", "--mount", "bash", "-euc", script)
         wait_until(lambda: _namespace(daemon.pid) != _namespace(os.getpid()), 10, "a namespace")
-        outside = f"charmslurm{number}"
+        outside = f"{BRIDGE}{number}"
+        _delete_link(outside)
         self._ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", str(daemon.pid))
         self._ip("link", "set", outside, "master", BRIDGE, "up")
         if number == len(NODES) - 1:
@@ -140,7 +141,9 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True, check=False)
+        for number in range(len(NODES)):
+            _delete_link(f"{BRIDGE}{number}")
+        _delete_link(BRIDGE)
 
     # ------------------------------------------------------------------ jobs
 
@@ -233,6 +236,11 @@ class Cluster:
     def _ip(self, *words: str) -> None:
         done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def _delete_link(name: str) -> None:
+    """If it is there. A node's outlives its processes for minutes where the kernel still has to close a connection."""
+    subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
 
 
 def _namespace(pid: int) -> str | None:

@@ -1,8 +1,6 @@
 """scripts/slurm/pretrain.sbatch on a real SLURM: two nodes with names and addresses of their own, two ranks each."""
 
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,19 +19,6 @@ CONFIG = "configs/run/gpt_tiny_cpu.yaml"
 NUM_ITERATIONS = 60
 SHORT = ("megatron.seq_length=64", f"megatron.train_iters={NUM_ITERATIONS}", "megatron.eval_iters=1")
 OPTIONS = tuple(word for setting in SHORT for word in ("--set", setting))
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("slurm"))
-    made.environment |= {"PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
-    # A mistake of many shells; the script must not take it over.
-    made.environment["MASTER_ADDR"] = "127.0.0.1"
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +99,10 @@ def test_a_killed_node_ends_the_job_and_is_named(cluster: Cluster, tmp_path: Pat
 def test_a_master_address_of_one_machine_only_fails_here(cluster: Cluster, tmp_path: Path) -> None:
     """The mistake that ports on one machine would not show; so the tests above mean something."""
     text = (ROOT / SCRIPT).read_text("utf-8")
-    right = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    right = "source scripts/slurm/job.bash\n"
     assert right in text
     wrong = tmp_path / "wrong.sbatch"
-    wrong.write_text(text.replace(right, "MASTER_ADDR=127.0.0.1"))
+    wrong.write_text(text.replace(right, f"{right}MASTER_ADDR=127.0.0.1\n"))
     job = submit(cluster, tmp_path / "run", script=str(wrong), RENDEZVOUS_TIMEOUT_S="10")
     done = cluster.wait(job, timeout_s=120)
     assert done.state == "FAILED", done.output
