@@ -170,7 +170,7 @@ def _join_job() -> None:
         address = ":".join(variables.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise LaunchError(
             f"rank {variables['RANK']} did not join the others at {address} over {backend}: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).partition(chr(10))[0]}"
         ) from error
 
 
