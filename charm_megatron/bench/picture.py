@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito, "Color Universal Design": tells apart for all kinds of colour vision.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-OURS, THEIRS = "#0072B2", "#BBBBBB"
+OURS, THEIRS = "#0072B2", "#8A8A8A"
 
 Race = tuple[str, Sequence[OperatorRow]]
 """A title, and the rows that were measured together or at other CCRs."""
@@ -35,7 +35,8 @@ def draw_speed_up(races: Sequence[Race], path: Path) -> None:
                 axes.set_axis_off()
                 continue
             (_draw_curves if _is_curve(rows) else _draw_bars)(axes, of_pass)
-            axes.set_title(f"{title}; {direction}", loc="left", fontsize=9, weight="bold")
+            name = f"{title}; {direction}" if direction == PASSES[0] else direction
+            axes.set_title(name, loc="left", fontsize=9, weight="bold")
             for side in ("top", "right"):
                 axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=130)
@@ -50,7 +51,7 @@ def _names(rows: Sequence[OperatorRow]) -> list[str]:
 
 
 def _draw_curves(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
-    """Speed-up by CCR; the bound of each schedule's critical path is dotted."""
+    """Speed-up by CCR; what no execution of the schedule can exceed is dotted."""
     names, has_bound = _names(rows), False
     for name, colour in zip(names, COLOURS, strict=False):
         line = sorted((row for row in rows if row.schedule == name), key=lambda row: row.ccr or 0.0)
@@ -70,28 +71,31 @@ def _draw_curves(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_xlabel("CCR: computation over the communication of the ring", fontsize=8)
     axes.set_ylabel(f"speed-up over {names[0]}", fontsize=8)
-    title = "dotted: critical path" if has_bound else None
+    title = "dotted: bound" if has_bound else None
     axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
 
 
 def _bound(row: OperatorRow) -> float | None:
-    if row.ratio_to_first is None or row.fraction_of_bound is None:
+    """The speed-up at which a schedule takes its critical path or its busiest link's time, whichever is longer."""
+    fractions = (row.fraction_of_bound, row.fraction_of_busiest)
+    if row.ratio_to_first is None or fractions[0] is None or fractions[1] is None:
         return None
-    return row.ratio_to_first / row.fraction_of_bound
+    return row.ratio_to_first / max(fractions[0], fractions[1])
 
 
 def _draw_bars(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
-    """Speed-up of each contestant, the fastest on top; peers are grey."""
+    """Speed-up of each contestant, the fastest on top; peers are grey, bounds dotted."""
     order = sorted(rows, key=lambda row: row.ratio_to_first or 0.0)
     values = [row.ratio_to_first or 0.0 for row in order]
     places = range(len(order))
     axes.barh(places, values, color=[THEIRS if row.is_peer else OURS for row in order], height=0.7)
     for place, row, value in zip(places, order, values, strict=True):
-        axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        axes.text(0, place, f" {value:.2f}", va="center", fontsize=8, color="#ffffff", weight="bold")
         bound = _bound(row)
         if bound:
             axes.plot([bound, bound], [place - 0.35, place + 0.35], ":", color="#000000", linewidth=1)
     axes.set_yticks(places, [row.schedule for row in order], fontsize=8)
     axes.set_xlim(0, 1.12 * max(*values, *(_bound(row) or 0.0 for row in order), 1.0))
     names = _names(rows)
-    axes.set_xlabel(f"speed-up over {names[0]}; CCR {rows[0].ccr or 0.0:.2f}", fontsize=8)
+    label = f"speed-up over {names[0]}; CCR {rows[0].ccr or 0.0:.2f}; grey: other libraries; dotted: bound"
+    axes.set_xlabel(label, fontsize=8)
