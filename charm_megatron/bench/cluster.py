@@ -20,7 +20,7 @@ class Cluster:
     """Ranks in domains of equal size.
 
     `profile` is the shaped network, `namespaces` those of its ranks; without one the rates are not known.
-    `is_launched`: this process is one rank of a job that torchrun or srun has started.
+    `is_launched`: this process is one rank of a job that torchrun has started.
     """
 
     num_domains: int
@@ -81,13 +81,17 @@ def cluster_on(net: Network) -> Cluster:
 def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None:
     """The job that this process is a rank of, one domain a node; None where it is none.
 
-    Raises `TopologyError` where its nodes have different numbers of ranks.
+    Raises `TopologyError` where its nodes have different numbers of ranks, or the variables are no numbers.
     """
     variables = os.environ if environment is None else environment
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
         return None
-    world_size = int(variables["WORLD_SIZE"])
-    per_node = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+    numbers = [variables["WORLD_SIZE"], variables.get("LOCAL_WORLD_SIZE", "1")]
+    if not all(number.isdigit() and int(number) for number in numbers):
+        raise TopologyError(
+            f"WORLD_SIZE and LOCAL_WORLD_SIZE are numbers of ranks, but are {' and '.join(numbers)}"
+        )
+    world_size, per_node = map(int, numbers)
     if world_size % per_node:
         raise TopologyError(f"{world_size} ranks do not fill nodes of {per_node} ranks (LOCAL_WORLD_SIZE)")
     return Cluster(world_size // per_node, per_node, is_launched=True)

@@ -55,20 +55,25 @@ def take_down(profile_name: str | None = None) -> list[str]:
 def is_up(profile: Profile) -> bool:
     """Whether `up` has made a network of this name."""
     require_available()
-    return kept_name(profile.name) in networks()
+    return _kept(profile) is not None
 
 
 def attach(profile: Profile) -> Network:
     """The kept network of a profile. Raises `InvalidInput` where there is none, or one of another shape."""
     require_available()
-    name = kept_name(profile.name)
-    there = networks().get(name)
+    there = _kept(profile)
     if there is None:
         raise InvalidInput(
             f"the test network {profile.name} is not up; `charm-megatron testbed up {profile.name}` makes it"
         )
     _check_same(profile, there)
-    return Network(profile, Names(name))
+    return Network(profile, Names(kept_name(profile.name)))
+
+
+def _kept(profile: Profile) -> Mark | None:
+    """Of a network that is whole: while it is made, or if that was cut short, it still has an owner."""
+    there = networks().get(kept_name(profile.name))
+    return there if there is not None and there.owner is None else None
 
 
 def _check_same(profile: Profile, there: Mark) -> None:

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import Tell, run_on_ranks
-from charm_megatron.bench.unsharded import TENSORS, assembled, draw_shard, unsharded_attention
+from charm_megatron.bench.unsharded import (
+    TENSORS,
+    assembled,
+    draw_shard,
+    flash_attention,
+    unsharded_attention,
+)
 from charm_megatron.config import CharmConfig
 from charm_megatron.executor.runtime import AttentionRuntime
-from charm_megatron.kernels import TorchCpuKernel
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import Workload
 
@@ -139,7 +144,7 @@ def _subtract(
     workload: Workload,
 ) -> None:
     exact = unsharded_attention(*whole, workload.mask)
-    flash = dict(zip(TENSORS, _flash(whole, workload), strict=True))
+    flash = flash_attention(*whole, workload.mask)
     for i, tensor in enumerate(TENSORS):
         _add(totals[UNSHARDED, tensor, "float64"], flash[tensor], exact[tensor])
         for name, tensors in got.items():
@@ -153,16 +158,6 @@ def _add(total: list[float], value: Tensor, reference: Tensor) -> None:
     difference = (value - reference).abs()
     total[0] += float(difference.max())
     total[1] += float(difference.mean())
-
-
-def _flash(whole: tuple[Tensor, Tensor, Tensor, Tensor], workload: Workload) -> list[Tensor]:
-    """`TENSORS` by torch's operator on the whole sequence."""
-    kernel, (q, k, v, dout) = TorchCpuKernel(), whole
-    causal, scale = workload.mask.is_causal, workload.head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
-    delta = (dout.double() * out.double()).sum(-1).to(lse.dtype)
-    grads = kernel.backward(dout, q, k, v, lse, delta, causal=causal, softmax_scale=scale)
-    return [x.double() for x in (out, lse, *grads)]
 
 
 def _average(total: list[float], num_draws: int) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """Times schedules of attention, and other libraries' attention, against each other on the same ranks and tensors.
 
 Repetitions are interleaved (A B C A B C ..), so that what disturbs the machine disturbs all. A time is that of the
-slowest rank, from a common barrier to its result. Each pass has two bounds beside it: the busiest link or the
-computation, whichever is larger; and the critical path of the schedule with every link at full rate and nothing else
-to pay.
+slowest rank, from a common barrier to its result. Each pass has two times beside it: the bound of the busiest link or
+the computation, whichever is larger; and the critical path of the schedule's programs, transfers of a rank's link one
+after the other at full rate, and nothing else to pay.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from torch import Tensor
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.peers import PEERS, peer_named, tokens_of
 from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
-from charm_megatron.bench.unsharded import assembled, draw_shard, relative_error, unsharded_attention
+from charm_megatron.bench.unsharded import RESULTS, assembled, draw_shard, relative_error, unsharded_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
 from charm_megatron.executor.runtime import Schedules, plan_schedules
@@ -33,8 +33,8 @@ from charm_megatron.simulator import evaluate
 from charm_megatron.workload import Workload
 
 PASSES: tuple[Direction, Direction] = ("forward", "backward")
-MOST_CHECKED_TOKENS = 8192
-"""A longer sequence's unsharded attention would take longer than the benchmark."""
+MOST_LOGITS = 2**27
+"""Of one KV head, in float64: with more, unsharded attention would take longer than the benchmark, and the memory."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,21 @@ class OperatorCase:
             raise InvalidInput("there is no schedule to time; name one, such as --schedules ring,charm")
         if len(set(self.schedules)) != len(self.schedules):
             raise InvalidInput(f"a schedule is named twice: {','.join(self.schedules)}")
+        if len(set(self.peers)) != len(self.peers):
+            raise InvalidInput(f"a peer is named twice: {','.join(self.peers)}")
         for name in self.peers:
             peer_named(name)
 
     @property
     def is_modelled(self) -> bool:
         return self.ccr is not None
+
+    @property
+    def can_be_checked(self) -> bool:
+        """Whether its results can be compared with unsharded attention."""
+        workload = self.workload
+        rows = workload.batch * workload.num_heads // workload.num_kv_heads * workload.seq_len
+        return rows * workload.seq_len <= MOST_LOGITS
 
     @property
     def num_stages(self) -> int:
@@ -118,7 +127,6 @@ Key = tuple[str, str]
 """A contestant, and a direction."""
 
 TokensByRank = tuple[tuple[int, ...], ...]
-RESULTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,12 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     if cluster.is_launched and job_backend() == "nccl":
         _require_for_nccl(case)
     for name in case.schedules:
-        planned(case, cluster, name)  # what cannot be planned is said before anything starts
+        schedules, _ = planned(case, cluster, name)  # what cannot be planned is said before anything starts
+        if case.is_modelled and schedules["forward"][0].pass_.name == "logits":
+            raise InvalidInput(
+                f"{name} computes whole rows of logits, not blocks that waits can replace; leave it out, or "
+                f"--compute modelled and --ccr"
+            )
     flops = {direction: _flops(case, cluster, direction) for direction in PASSES}
     measured: list[RankTimes] | None = run_on_ranks(
         measure_rank, cluster, case, cluster.num_domains, flops, progress=progress
@@ -171,6 +184,10 @@ def _require_for_nccl(case: OperatorCase) -> None:
     if not case.settings.fuse:
         raise InvalidInput(
             "over NCCL, transfers of a step that are posted apart may wait for each other forever; add --fuse"
+        )
+    if case.peers:
+        raise InvalidInput(
+            "peers run on CPUs only, on torch's CPU operators; leave --peers out, or set CUDA_VISIBLE_DEVICES="
         )
 
 

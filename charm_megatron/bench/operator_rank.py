@@ -5,16 +5,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from charm_megatron.bench.contestant import Contestant
 from charm_megatron.bench.modelled import ModelledKernel
 from charm_megatron.bench.network_commands import HEADER_BYTES
 from charm_megatron.bench.operator import (
-    MOST_CHECKED_TOKENS,
     PASSES,
     OperatorCase,
     RankTimes,
@@ -30,19 +29,8 @@ from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.passes import KV, Q
 
 INSTANTLY = float("inf")
+NUM_ROUNDS = 3
 Shard = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Contestant(Protocol):
-    """Attention of this rank's shard. `forward` and then `backward` are timed; both may be repeated."""
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
-
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """out, dq, dk and dv of the last passes, [s, b, h, d]."""
-        ...
 
 
 @dataclass
@@ -112,9 +100,7 @@ def measure_rank(
                 if not is_warm_up:
                     seconds[name, way].append(took_s)
                     wire_bytes[name, way].append(sent)
-    is_checked = (
-        not case.is_modelled and "backward" in case.passes and case.workload.seq_len <= MOST_CHECKED_TOKENS
-    )
+    is_checked = not case.is_modelled and "backward" in case.passes and case.can_be_checked
     outputs = {
         name: tuple(x.detach().cpu().double().numpy() for x in contestant.results())
         for name, contestant in contestants.items()
@@ -126,7 +112,7 @@ def measure_rank(
 def _peers(
     case: OperatorCase, group: dist.ProcessGroup, shard: Shard, kernel: BlockKernel | None
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """The peers that can run the case; why the others cannot, and which of those that do give wrong results."""
+    """The peers to time, and why the others are not: they cannot run the case, or give wrong results."""
     from charm_megatron.bench.peer_calls import make_call
     from charm_megatron.bench.peer_check import check_peer
 
@@ -136,8 +122,9 @@ def _peers(
         reason = why_not(PEERS[name], case.workload, dist.get_world_size(group), is_modelled=case.is_modelled)
         if reason is None:
             reason = check_peer(PEERS[name], group, case.workload).fault
+        if reason is None:
             running[name] = make_call(PEERS[name], group, case.workload, kernel).prepare(*shard)
-        if reason is not None:
+        else:
             notes[name] = reason
     return running, notes
 
@@ -161,14 +148,17 @@ def _timed(run: Callable[[], None]) -> tuple[float, int]:
 
 
 def _finish() -> None:
-    if torch.cuda.is_available():
+    if dist.get_backend() == "nccl":  # not where a GPU merely is there: asking would make a context on it
         torch.cuda.synchronize()
 
 
 def _time_both(contestant: Contestant, passes: Sequence[str]) -> dict[str, float]:
     """Seconds of each pass on the slowest rank; the better of two runs. A pass that is not run takes none."""
-    runs = [_run(contestant, passes) for _ in range(2)]
-    return _slowest([min(run[way][0] if way in run else 0.0 for run in runs) for way in PASSES])
+    runs = []
+    for _ in range(2):
+        run = _run(contestant, passes)
+        runs.append(_slowest([run[way][0] if way in run else 0.0 for way in PASSES]))
+    return {way: min(run[way] for run in runs) for way in PASSES}
 
 
 def _slowest(times: list[float]) -> dict[str, float]:
@@ -186,23 +176,32 @@ def _modelled(flops: Mapping[str, float], computation_s: Mapping[str, float]) ->
 
 
 def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[str, float]:
-    """Seconds of all blocks of each pass without any transfer, on the slowest rank, all ranks at once."""
-    times = []
-    for plans, is_forward in ((call.forward_plans, True), (call.backward_plans, False)):
+    """Seconds of all blocks of each pass without any transfer, on the slowest rank, all ranks at once.
+
+    The best of some rounds after a first one, in which kernels are loaded and memory is found.
+    """
+    best: dict[str, float] = {}
+    for way, plans in zip(PASSES, (call.forward_plans, call.backward_plans), strict=True):
         blocks = [
             _Block(call, action, device)
             for plan in plans
             for action in plan.program
             if isinstance(action, Attend)
         ]
-        _finish()
-        dist.barrier()
-        started = time.perf_counter()
-        for block in blocks:
-            block.forward() if is_forward else block.backward()
-        _finish()
-        times.append(time.perf_counter() - started)
-    return _slowest(times)
+        rounds = [_time_blocks(blocks, way) for _ in range(1 + NUM_ROUNDS)]
+        best[way] = min(rounds[1:])
+    return best
+
+
+def _time_blocks(blocks: Sequence["_Block"], way: str) -> float:
+    _finish()
+    dist.barrier()
+    started = time.perf_counter()
+    for block in blocks:
+        block.forward() if way == "forward" else block.backward()
+    _finish()
+    took_s = time.perf_counter() - started
+    return _slowest([took_s] * len(PASSES))[way]
 
 
 class _Block:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.bench import flash_attn_on_cpu
+from charm_megatron.bench.contestant import Contestant
 from charm_megatron.bench.peer_blocks import Blocks
 from charm_megatron.bench.peers import Peer, RingFlashAttn, Ringmaster, TorchTemplate, Yunchang
 from charm_megatron.kernels import BlockKernel
@@ -27,28 +28,16 @@ from charm_megatron.workload import Workload
 type Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class PeerRun(Protocol):
-    """One shard in a peer's layout. `forward` and then `backward` are what a benchmark times; both may be repeated."""
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
-
-    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """out, dq, dk and dv of the last passes, [s, b, h, d]."""
-        ...
-
-
 @dataclass(frozen=True)
 class PeerCall:
     """One peer on one group. `blocks`, where the peer leaves blocks to others, compute with `kernel` if it is given."""
 
     peer: Peer
-    start: Callable[[Tensor, Tensor, Tensor, Tensor], PeerRun]
+    start: Callable[[Tensor, Tensor, Tensor, Tensor], Contestant]
     blocks: Blocks
     kernel: BlockKernel | None = None
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> PeerRun:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Contestant:
         """Copies this rank's q, k, v and dout [s, b, h, d] into the peer's layout; not to be timed."""
         run = self.start(*(x.detach() for x in (q, k, v, dout)))
         return _WithKernel(run, self.blocks, self.kernel)
@@ -84,7 +73,7 @@ def make_call(
 class _WithKernel:
     """A run whose blocks are computed by a kernel of ours."""
 
-    run: PeerRun
+    run: Contestant
     blocks: Blocks
     kernel: BlockKernel | None
 

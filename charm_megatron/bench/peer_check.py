@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from charm_megatron.bench.peer_calls import PeerCall, make_call
 from charm_megatron.bench.peers import Peer, tokens_of
-from charm_megatron.kernels import BlockKernel, ReferenceKernel, TorchCpuKernel
+from charm_megatron.bench.unsharded import (
+    RESULTS,
+    draw_shard,
+    flash_attention,
+    relative_error,
+    unsharded_attention,
+)
 from charm_megatron.workload import Workload
 
-TENSORS = ("out", "dq", "dk", "dv")
-
-# The reference holds whole matrices of logits on every rank, so the check has its own, short sequence.
+# The judge holds whole matrices of logits on every rank, so the check has its own, short sequence.
 TOKENS_PER_RANK = 64
 
 # How far from float64 a peer may be, as a multiple of what torch's unsharded attention is in the same dtype. Peers
@@ -34,10 +37,6 @@ class PeerCheck:
 
     errors: Mapping[str, float]
     own: Mapping[str, float]
-
-    @property
-    def max_error(self) -> float:
-        return max(self.errors.values())
 
     @property
     def fault(self) -> str | None:
@@ -65,48 +64,28 @@ def check_peer(
 
 def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> PeerCheck:
     """As `check_peer`, for a call made already, on the whole workload."""
-    whole = _draw(workload)
-    expected = _unsharded(ReferenceKernel(), [x.double() for x in whole], workload)
-    plain = _unsharded(TorchCpuKernel(), whole, workload)
+    whole = draw_shard(
+        workload.seq_len,
+        workload.seq_len,
+        workload.batch,
+        workload.num_heads,
+        workload.num_kv_heads,
+        (workload.head_dim, workload.head_dim_v),
+        getattr(torch, workload.dtype),
+    )
+    expected = unsharded_attention(*whole, workload.mask)
+    plain = flash_attention(*whole, workload.mask)
     mine = torch.tensor(tokens_of(call.peer, workload, group.size(), dist.get_rank(group)))
     run = call.prepare(*(x[mine] for x in whole))
     run.forward()
     run.backward()
     errors = torch.tensor(
         [
-            _difference(got, reference[mine], reference)
-            for got, reference in zip(run.results(), expected, strict=True)
+            relative_error(got, expected[name][mine], expected[name])
+            for name, got in zip(RESULTS, run.results(), strict=True)
         ],
         dtype=torch.float64,
     )
     dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=group)
-    own = [_difference(got, reference, reference) for got, reference in zip(plain, expected, strict=True)]
-    return PeerCheck(dict(zip(TENSORS, errors.tolist(), strict=True)), dict(zip(TENSORS, own, strict=True)))
-
-
-def _draw(workload: Workload) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence, the same on every rank."""
-    random, dtype = torch.Generator().manual_seed(workload.seq_len), getattr(torch, workload.dtype)
-    sizes = (
-        (workload.num_heads, workload.head_dim),
-        (workload.num_kv_heads, workload.head_dim),
-        (workload.num_kv_heads, workload.head_dim_v),
-        (workload.num_heads, workload.head_dim_v),
-    )
-    return [
-        torch.randn(workload.seq_len, workload.batch, *size, generator=random).to(dtype) for size in sizes
-    ]
-
-
-def _unsharded(kernel: BlockKernel, whole: list[Tensor], workload: Workload) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv by one block."""
-    q, k, v, dout = whole
-    scale, causal = workload.head_dim**-0.5, workload.mask.is_causal
-    out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return out, *kernel.backward(dout, q, k, v, lse, delta, causal=causal, softmax_scale=scale)
-
-
-def _difference(value: Tensor, reference: Tensor, whole: Tensor) -> float:
-    """Largest difference over the largest entry of the whole reference."""
-    return float((value.double() - reference).abs().max() / whole.abs().max())
+    own = {name: relative_error(plain[name], expected[name]) for name in RESULTS}
+    return PeerCheck(dict(zip(RESULTS, errors.tolist(), strict=True)), own)

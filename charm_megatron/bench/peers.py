@@ -75,6 +75,19 @@ class Peer:
         return version(self.package)
 
     @property
+    def is_ring(self) -> bool:
+        """Whether all its KV goes round all ranks."""
+        match self.library:
+            case TorchTemplate(rotate):
+                return rotate == "alltoall"
+            case Ringmaster(schedule):
+                return schedule == "alltoall"
+            case RingFlashAttn():
+                return True
+            case Yunchang():
+                return False
+
+    @property
     def computes_with_ours(self) -> bool:
         """Whether its blocks are the operator of our `torch` kernel, and can be replaced by waits."""
         return not isinstance(self.library, Ringmaster)

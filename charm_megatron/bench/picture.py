@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito, "Color Universal Design": tells apart for all kinds of colour vision.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+DASHES = ("-", "--", "-.")
 OURS, THEIRS = "#0072B2", "#8A8A8A"
 
 Race = tuple[str, Sequence[OperatorRow]]
@@ -43,7 +44,8 @@ def draw_speed_up(races: Sequence[Race], path: Path) -> None:
 
 
 def _is_curve(rows: Sequence[OperatorRow]) -> bool:
-    return len({row.ccr for row in rows if row.schedule == rows[0].schedule}) > len(PASSES)
+    first = (rows[0].schedule, rows[0].direction)
+    return len({row.ccr for row in rows if (row.schedule, row.direction) == first}) > 1
 
 
 def _names(rows: Sequence[OperatorRow]) -> list[str]:
@@ -51,14 +53,14 @@ def _names(rows: Sequence[OperatorRow]) -> list[str]:
 
 
 def _draw_curves(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
-    """Speed-up by CCR; what no execution of the schedule can exceed is dotted."""
+    """Speed-up by CCR; dotted, what links at full rate and nothing else to pay would give."""
     names, has_bound = _names(rows), False
-    for name, colour in zip(names, COLOURS, strict=False):
+    styles = ((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    for name, (colour, dashes) in zip(names, styles, strict=False):
         line = sorted((row for row in rows if row.schedule == name), key=lambda row: row.ccr or 0.0)
         ccr = [row.ccr or 0.0 for row in line]
-        axes.plot(
-            ccr, [row.ratio_to_first or 0.0 for row in line], "o-", color=colour, label=name, markersize=4
-        )
+        ratios = [row.ratio_to_first or 0.0 for row in line]
+        axes.plot(ccr, ratios, f"o{dashes}", color=colour, label=name, markersize=4)
         bounds = [bound for row in line if (bound := _bound(row))]
         if len(bounds) == len(line):
             has_bound = True
@@ -69,9 +71,9 @@ def _draw_curves(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_xlabel("CCR: computation over the communication of the ring", fontsize=8)
+    axes.set_xlabel(f"CCR: computation over the communication of {names[0]}", fontsize=8)
     axes.set_ylabel(f"speed-up over {names[0]}", fontsize=8)
-    title = "dotted: bound" if has_bound else None
+    title = "dotted: links at full rate" if has_bound else None
     axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
 
 
@@ -84,7 +86,7 @@ def _bound(row: OperatorRow) -> float | None:
 
 
 def _draw_bars(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
-    """Speed-up of each contestant, the fastest on top; peers are grey, bounds dotted."""
+    """Speed-up of each contestant, the fastest on top; peers are grey."""
     order = sorted(rows, key=lambda row: row.ratio_to_first or 0.0)
     values = [row.ratio_to_first or 0.0 for row in order]
     places = range(len(order))
@@ -97,5 +99,5 @@ def _draw_bars(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
     axes.set_yticks(places, [row.schedule for row in order], fontsize=8)
     axes.set_xlim(0, 1.12 * max(*values, *(_bound(row) or 0.0 for row in order), 1.0))
     names = _names(rows)
-    label = f"speed-up over {names[0]}; CCR {rows[0].ccr or 0.0:.2f}; grey: other libraries; dotted: bound"
+    label = f"speed-up over {names[0]}; CCR {rows[0].ccr or 0.0:.2f}; grey: other libraries; dotted: links at full rate"
     axes.set_xlabel(label, fontsize=8)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from statistics import median
 
 from charm_megatron.bench.network import Profile, fair_rates
 from charm_megatron.bench.testbed import Network
@@ -36,12 +35,6 @@ class Probe:
     received_bytes_per_s: tuple[float, ...]
     counted_share: float
     """Payload by the interface counters over what the programs have sent, all transfers together."""
-
-    @property
-    def ratio(self) -> float:
-        """Median over the transfers of received over expected."""
-        pairs = zip(self.received_bytes_per_s, self.expected_bytes_per_s, strict=True)
-        return median(got / wanted for got, wanted in pairs)
 
 
 def scenes(profile: Profile) -> Iterator[Scene]:

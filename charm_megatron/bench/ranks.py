@@ -4,9 +4,12 @@ Ranks of this machine are forked from this process, which has imported torch alr
 before it makes its first socket. CPU only: no CUDA context may exist. Of a launched job this process is one rank.
 """
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -14,10 +17,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from charm_megatron.bench.cluster import Cluster
+from charm_megatron.bench.testbed import MASTER_PORT
 from charm_megatron.errors import CharmError, LaunchError, TopologyError
 
-PORT = 29_500
 END_S = 10.0
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 Tell = Callable[[str], None]
 """Takes a line of progress."""
@@ -36,7 +40,7 @@ def run_on_ranks(
     import torch
 
     torch.set_num_threads(1)
-    port = PORT if cluster.namespaces else _free_port()
+    port = MASTER_PORT if cluster.namespaces else _free_port()
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
     processes = []
@@ -50,12 +54,17 @@ def run_on_ranks(
         ends.append(receiver)
         processes.append(process)
     try:
-        return _gather(ends, progress)
+        results = _gather(ends, progress)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
-            process.join(END_S if process.exitcode is None else 0)
+            process.join(END_S)
             if process.is_alive():
                 process.kill()
+    return results
 
 
 def _gather(ends: list[Connection], progress: Tell) -> list[Any]:
@@ -68,8 +77,6 @@ def _gather(ends: list[Connection], progress: Tell) -> list[Any]:
             except EOFError:
                 kind, value = "failed", "ended without a word"
             if kind == "failed":
-                for other in ends:
-                    other.close()
                 raise LaunchError(f"rank {rank} failed: {value}")
             if kind == "progress":
                 progress(value)
@@ -90,6 +97,7 @@ def _main(
             sender.send(("progress", line))
 
     try:
+        _end_with_parent()
         if cluster.namespaces:
             enter(cluster.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface
@@ -108,6 +116,12 @@ def _main(
         sender.send(("failed", traceback.format_exc()))
         sender.close()
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """Has this process killed when its parent ends, in whatever way; nobody would read what it measures."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------- ranks of a job

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from charm_megatron.bench.operator import OperatorRow
+from charm_megatron.bench.peers import PEERS
 
 OURS = "charm"
 TIE = 0.02
@@ -18,7 +19,7 @@ def standings(rows: Sequence[OperatorRow]) -> Iterator[str]:
         ours = next((row for row in timed if row.schedule == OURS), None)
         if peers and ours is not None:
             yield f"{direction}, CCR {ccr or 0.0:.2f}: {_sentence(ours, peers)}"
-            rings = [row for row in peers if "ring" in row.schedule]
+            rings = [row for row in peers if PEERS[row.schedule].is_ring]
             ring = next((row for row in timed if row.schedule == "ring"), None)
             if rings and ring is not None:
                 best = min(rings, key=_median_s)

@@ -1,16 +1,19 @@
-"""Attention of a whole sequence on one process in float64, which judges every distributed result."""
+"""Attention of a whole sequence on one process: in float64, which judges every distributed result, and by torch."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from charm_megatron.kernels import TorchCpuKernel
 from charm_megatron.workload import Mask
 
 Shard = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v, dout of one rank, [s, b, h, d]."""
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "dq", "dk", "dv")
 
 
 def unsharded_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
@@ -71,6 +74,20 @@ def assembled(shards: Sequence[Tensor], tokens_by_rank: Sequence[Sequence[int]])
     return torch.cat(list(shards))[order.argsort()]
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Largest difference over the largest entry of the reference."""
-    return float((value.double() - reference).abs().max() / reference.abs().max())
+def relative_error(value: Tensor, reference: Tensor, whole: Tensor | None = None) -> float:
+    """Largest difference over the largest entry of the reference, or of `whole`, of which it is a part.
+
+    Infinite where there is anything that is not a number, which maxima would lose.
+    """
+    largest = (reference if whole is None else whole).abs().max()
+    error = float((value.double() - reference).abs().max() / largest)
+    return math.inf if math.isnan(error) else error
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
+    """As `unsharded_attention`, for causal or no mask, by torch's operator in the dtype of q."""
+    kernel, causal, scale = TorchCpuKernel(), mask.is_causal, q.shape[3] ** -0.5
+    out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    grads = kernel.backward(dout, q, k, v, lse, delta, causal=causal, softmax_scale=scale)
+    return {name: x.double() for name, x in zip(TENSORS, (out, lse, *grads), strict=True)}

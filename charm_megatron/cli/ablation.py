@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.cli.races import Runner, require_folders, wide_console
+from charm_megatron.cli.races import Runner, require_writable, wide_console, write_whole
+from charm_megatron.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from charm_megatron.bench.numerics import NumericsRow
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write rows as JSON.")]
+
+
+def _require_ready(json_file: Path | None) -> None:
+    from charm_megatron.bench.cluster import launched_cluster
+
+    require_writable(json_file)
+    if launched_cluster() is not None:
+        raise InvalidInput("this benchmark starts ranks of its own; start it without torchrun")
 
 
 def ablation_command(
@@ -29,7 +38,7 @@ def ablation_command(
     from charm_megatron.bench.ablation import compare, race, settings
     from charm_megatron.bench.operator import as_json
 
-    require_folders(json_file)
+    _require_ready(json_file)
     console = wide_console()
     made = settings()
     races = [race(setting, tokens_per_rank=tokens_per_rank, repetitions=repetitions) for setting in made]
@@ -41,7 +50,7 @@ def ablation_command(
     console.print("computation modelled; paper: forward pass on GPUs, at the length of the same rank of CCR")
     if json_file:
         rows = [{"race": title, **as_json(row)} for title, listed in results for row in listed]
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        write_whole(json_file, json.dumps(rows, indent=1) + "\n")
 
 
 def _ablation_table(rows: list["AblationRow"]) -> "Table":
@@ -92,10 +101,9 @@ def numerics_command(
     from charm_megatron.bench.cluster import Cluster
     from charm_megatron.bench.numerics import Contender, NumericsCase, measure_numerics
     from charm_megatron.bench.operator import OperatorCase, planned
-    from charm_megatron.errors import ConfigError
     from charm_megatron.workload import CAUSAL, NO_MASK, Workload, parse_mask
 
-    require_folders(json_file)
+    _require_ready(json_file)
     seen = parse_mask(mask)
     if seen not in (CAUSAL, NO_MASK):
         raise ConfigError(
@@ -122,7 +130,7 @@ def numerics_command(
         "paper: Table 8, 8 L20, 8K tokens, to FlashAttention"
     )
     if json_file:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", "utf-8")
+        write_whole(json_file, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _numerics_table(rows: list["NumericsRow"], title: str) -> "Table":

@@ -1,24 +1,30 @@
 """`charm-megatron bench operator`: schedules, and other libraries' attention, against each other."""
 
 import csv
+import io
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from charm_megatron.cli.races import Results, Runner, require_folders, wide_console
+from charm_megatron.cli.races import Results, Runner, require_writable, wide_console, write_whole
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 Width = Literal["model", "float32"]
+PICTURES = (".png", ".svg", ".pdf")
+OF_SUITES = {"suite", "json_file", "csv_file", "picture"}
+"""Parameters that go with --suite."""
 MODELLED_RATIOS = "0.1,0.2,0.5,1,2"
 
 
 def operator_command(
+    context: typer.Context,
     schedules: Annotated[
         str, typer.Option(help="Schedules, separated by commas; ratios are to the first.")
     ] = "ring,rm_plus,charm",
@@ -28,7 +34,10 @@ def operator_command(
         typer.Option(help="Shaped network, by name or YAML file; needs root. Loopback if not given."),
     ] = None,
     suite: Annotated[
-        str | None, typer.Option(help="smoke, quick or full: ready-made races, in place of all of the below.")
+        str | None,
+        typer.Option(
+            help="smoke, quick or full: ready-made races; goes with --json, --csv and --picture only."
+        ),
     ] = None,
     passes: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward,backward",
     mask: Annotated[str, typer.Option(help="causal, none, window:LEFT,RIGHT ..")] = "none",
@@ -78,7 +87,7 @@ def operator_command(
         Path | None, typer.Option(metavar="FILE", help="Draw speed-up, against CCR where there are several.")
     ] = None,
 ) -> None:
-    """Time attention on the slowest rank: on a shaped network, on loopback, or as a job of torchrun or srun."""
+    """Time attention on the slowest rank: on a shaped network, on loopback, or as a job of torchrun."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank tells that its peers have no names
     from charm_megatron.bench.operator import OperatorCase
     from charm_megatron.bench.peers import PEERS
@@ -86,13 +95,17 @@ def operator_command(
     from charm_megatron.config import CharmConfig
     from charm_megatron.workload import CAUSAL, Workload, parse_mask
 
-    require_folders(json_file, csv_file, picture)
+    require_writable(json_file, csv_file, picture)
+    if picture is not None and picture.suffix not in PICTURES:
+        raise InvalidInput(f"--picture {picture} does not end in {' or '.join(PICTURES)}")
     runner = Runner(wide_console(), profile, nodes, ranks_per_node)
     if suite is not None:
         if suite not in SUITES:
-            raise InvalidInput(f"no suite {suite!r}{nearest(suite, SUITES)}; there are {', '.join(SUITES)}")
+            known = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
+            raise InvalidInput(f"no suite {suite!r}{nearest(suite, SUITES)}; there are {known}")
         if runner.is_launched:
-            raise InvalidInput("a suite shapes networks of its own; start it without torchrun or srun")
+            raise InvalidInput("a suite shapes networks of its own; start it without torchrun")
+        _require_alone(context)
         made = races(suite)
     else:
         seen = parse_mask(mask)
@@ -121,10 +134,17 @@ def operator_command(
             "MHA" if case.workload.num_heads == case.workload.num_kv_heads else f"GQA {heads}:{kv_heads}"
         )
         made = (Race(f"{grouped}, mask {seen}", runner.profile, case, tuple(_ratios(compute, ccr))),)
-    results = runner.run(made)
-    if not results:
-        return
-    _write(results, json_file, csv_file, picture, runner.console)
+    results = runner.run(made, after_each=lambda results: _write(results, json_file, csv_file, picture))
+    if results and picture:
+        runner.console.print(f"picture: {picture}")
+
+
+def _require_alone(context: typer.Context) -> None:
+    """A suite has all settings of its races."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in OF_SUITES and source is not None and source.name == "COMMANDLINE":
+            raise InvalidInput(f"--suite has its own races; leave {parameter.opts[0]} out")
 
 
 def _listed(text: str) -> list[str]:
@@ -145,30 +165,29 @@ def _ratios(compute: str | None, text: str | None) -> list[float | None]:
         raise ConfigError("--ccr sets modelled computation, but --compute is real; give one of the two")
     if compute != "modelled" and text is None:
         return [None]
-    text = text or MODELLED_RATIOS
+    text = MODELLED_RATIOS if text is None else text
     try:
         ratios = [float(ratio) for ratio in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--ccr {text!r} is not a list of numbers, such as 0.1,0.5,1,2") from error
-    if min(ratios) <= 0:
+    if not all(0 < ratio < math.inf for ratio in ratios):
         raise ConfigError(f"--ccr {text!r} must be positive")
     return list(ratios)
 
 
-def _write(
-    results: Results, json_file: Path | None, csv_file: Path | None, picture: Path | None, console: "Console"
-) -> None:
+def _write(results: Results, json_file: Path | None, csv_file: Path | None, picture: Path | None) -> None:
+    """All rows so far, so that a race which fails after hours takes no others with it."""
     from charm_megatron.bench.operator import as_json
     from charm_megatron.bench.picture import draw_speed_up
 
     listed = [{"race": title, **as_json(row)} for title, rows in results for row in rows]
     if json_file:
-        json_file.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
+        write_whole(json_file, json.dumps(listed, indent=1) + "\n")
     if csv_file:
-        with csv_file.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(listed[0]))
-            writer.writeheader()
-            writer.writerows(listed)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(listed[0]))
+        writer.writeheader()
+        writer.writerows(listed)
+        write_whole(csv_file, text.getvalue())
     if picture:
         draw_speed_up(results, picture)
-        console.print(f"picture: {picture}")

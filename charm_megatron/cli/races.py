@@ -1,6 +1,6 @@
 """Runs races of the operator benchmark on their networks, with progress, and shows them as tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,31 @@ def wide_console() -> "Console":
     return Console(width=width, highlight=False, emoji=False, soft_wrap=True)
 
 
-def require_folders(*paths: Path | None) -> None:
-    """Before hours of measuring, not after."""
+def require_writable(*paths: Path | None) -> None:
+    """Before hours of measuring, not after. Raises `InvalidInput`."""
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise InvalidInput(f"cannot write {path}: it is a folder")
+        trial = path.with_name(f".{path.name}.part")
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file at once, so that nobody finds half of it. Raises `InvalidInput`."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, "utf-8", newline="")
+        part.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
 
 
 Results = list[tuple[str, list["OperatorRow"]]]
@@ -48,7 +68,7 @@ class Runner:
 
         launched = launched_cluster()
         if profile is not None and launched is not None:
-            raise InvalidInput("--profile makes ranks of its own; start it without torchrun or srun")
+            raise InvalidInput("--profile makes ranks of its own; start it without torchrun")
         if (profile is not None or launched is not None) and (nodes or ranks_per_node):
             raise InvalidInput("--nodes and --ranks-per-node are for loopback; here the ranks are given")
         self.console = console
@@ -68,8 +88,17 @@ class Runner:
     def num_ranks(self) -> int:
         return self.cluster.num_ranks
 
-    def run(self, made: Sequence["Race"], *, shows_tables: bool = True) -> Results:
-        """Runs all races, with a table after each. Empty on the later ranks of a launched job."""
+    def run(
+        self,
+        made: Sequence["Race"],
+        *,
+        shows_tables: bool = True,
+        after_each: Callable[[Results], None] = lambda results: None,
+    ) -> Results:
+        """Runs all races, with a table after each; `after_each` gets all that there is.
+
+        Empty on the later ranks of a launched job.
+        """
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         from charm_megatron.bench.ranks import leave_job
@@ -93,6 +122,7 @@ class Runner:
                         results.append((f"{cluster}: {race.title}", rows))
                         if shows_tables:
                             self._print(*results[-1])
+                        after_each(results)
         if self.is_launched:
             leave_job()
         return results
@@ -180,6 +210,6 @@ def _notes(rows: list["OperatorRow"]) -> Iterator[str]:
         row = next(row for row in rows if row.schedule == name)
         yield f"{name} {'did not run: ' if row.median_s is None else ''}{row.note}"
     for name in dict.fromkeys(row.schedule for row in rows if row.is_peer and row.median_s):
-        if PEERS[name].note:
-            yield f"{name}: {PEERS[name].note}"
+        peer = PEERS[name]
+        yield f"{name}: {peer.package} {peer.version}{peer.note and ', '}{peer.note}"
     yield from standings(rows)

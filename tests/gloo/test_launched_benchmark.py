@@ -126,7 +126,7 @@ def test_two_nodes_are_two_domains_and_computation_may_be_modelled_on_cpus(tmp_p
         (("--schedules", "chram"), "error: unknown schedule 'chram'; did you mean 'charm'?"),
         (
             ("--suite", "smoke"),
-            "error: a suite shapes networks of its own; start it without torchrun or srun",
+            "error: a suite shapes networks of its own; start it without torchrun",
         ),
         (("--colour", "red"), "No such option: --colour"),
     ],

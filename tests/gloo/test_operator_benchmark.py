@@ -1,19 +1,27 @@
 """The operator benchmark gives whole rows, whatever the times are."""
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from charm_megatron.bench import namespaces
+from charm_megatron.bench import namespaces, operator, peer_check
 from charm_megatron.bench.cluster import Cluster, launched_cluster
 from charm_megatron.bench.network import Profile
-from charm_megatron.bench.operator import OperatorCase, as_json, planned, run_case
+from charm_megatron.bench.operator import OperatorCase, OperatorRow, as_json, planned, run_case
 from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
+from charm_megatron.bench.standing import standings
+from charm_megatron.bench.unsharded import relative_error
 from charm_megatron.cli.main import app
 from charm_megatron.errors import LaunchError, TopologyError
 from charm_megatron.schedule.wire import traffic
@@ -113,8 +121,113 @@ def test_ranks_of_a_job_are_told_by_its_variables():
 def test_the_picture_is_written(tmp_path):
     rows = [row for ccr in (0.2, 0.5) for row in run_case(replace(CASE, ccr=ccr, repetitions=1), CLUSTER)]
     bars = [row for row in rows if row.ccr < 0.3]
-    draw_speed_up([("curve", rows), ("bars", bars)], tmp_path / "speed.png")
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    draw_speed_up([("curve", rows), ("bars", bars)], tmp_path / "speed.svg")
+    text = (tmp_path / "speed.svg").read_text("utf-8")
+    assert text.count("CCR: computation over the communication of ring") == 2, "one curve a pass"
+    assert text.count("CCR 0.20; grey") == 2, "bars a pass"
+
+
+def test_more_contestants_than_colours_are_all_drawn(tmp_path):
+    rows = [
+        OperatorRow(f"schedule_{i}", "forward", "x", True, median_s=1.0, ratio_to_first=1.0 + i, ccr=ccr)
+        for i in range(12)
+        for ccr in (0.1, 1.0)
+    ]
+    draw_speed_up([("many", rows)], tmp_path / "speed.svg")
+    text = (tmp_path / "speed.svg").read_text("utf-8")
+    assert set(re.findall(r"schedule_\d+", text)) == {f"schedule_{i}" for i in range(12)}
+
+
+def test_what_is_not_a_number_is_an_infinite_error():
+    value = torch.tensor([1.0, float("nan"), 2.0])
+    assert relative_error(value, torch.ones(3).double()) == float("inf")
+
+
+def test_rows_of_earlier_races_outlive_a_race_that_fails(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    ran = []
+
+    def run_once(case, cluster, progress):
+        if ran:
+            raise LaunchError("rank 3 failed: no luck")
+        ran.append(case)
+        return [OperatorRow("ring", "forward", "x", True, median_s=1.0, ratio_to_first=1.0, ccr=0.1)]
+
+    monkeypatch.setattr(operator, "run_case", run_once)
+    monkeypatch.setattr(namespaces, "why_unavailable", lambda: "it needs root")
+    result = run_command("--suite", "smoke", "--json", str(path))
+    assert result.exit_code == 1
+    assert "no luck" in result.stderr
+    assert [row["schedule"] for row in json.loads(path.read_text("utf-8"))] == ["ring"]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
+
+
+ORPHANS = """
+import os, sys, time
+from charm_megatron.bench.cluster import Cluster
+from charm_megatron.bench.ranks import run_on_ranks
+from charm_megatron.bench.standing import standings
+from charm_megatron.bench.unsharded import relative_error
+
+def sleep(tell, rank, num_ranks):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+run_on_ranks(sleep, Cluster(1, 2))
+"""
+
+
+def test_ranks_end_with_the_process_that_started_them():
+    starter = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+    try:
+        ranks = [psutil.Process(int(starter.stdout.readline())) for _ in range(2)]
+    finally:
+        starter.kill()
+        starter.wait()
+        starter.stdout.close()
+    gone, alive = psutil.wait_procs(ranks, timeout=30)
+    assert len(gone) == 2, alive
+
+
+def timed(name, median_s, *, is_peer=False, note=""):
+    return OperatorRow(name, "forward", "x", True, is_peer, median_s, median_s, median_s, 1.0, 0.5, note=note)
+
+
+def test_the_standing_counts_rings_only_as_rings_and_says_who_is_slower():
+    rows = [
+        timed("ring", 2.0),
+        timed("charm", 1.0),
+        timed("ringmaster_allgather", 0.5, is_peer=True),
+        timed("torch_ring", 2.5, is_peer=True),
+    ]
+    assert list(standings(rows)) == [
+        "forward, CCR 0.50: charm is SLOWER than the best peer: ringmaster_allgather is 2.00x as fast",
+        "  our ring takes 0.80 of the time of the fastest ring of a peer, torch_ring",
+    ]
+    assert list(standings(rows[:2])) == []
+    assert "charm is 2.50x as fast" in next(standings([rows[1], rows[3]]))
+    assert "is as fast as the best peer" in next(
+        standings([rows[1], timed("torch_ring", 1.01, is_peer=True)])
+    )
+
+
+def fail_check(*args, **kwargs):
+    return SimpleNamespace(fault="wrong: dq error 5.3e-01")
+
+
+def test_a_peer_whose_results_are_wrong_is_named_and_not_timed(monkeypatch):
+    monkeypatch.setattr(peer_check, "check_peer", fail_check)  # ranks are forked, so they see it
+    case = replace(CASE, peers=("torch_ring",), repetitions=1)
+    rows = [row for row in run_case(case, CLUSTER) if row.is_peer]
+    assert {(row.median_s, row.ratio_to_first, row.note) for row in rows} == {
+        (None, None, "wrong: dq error 5.3e-01")
+    }
+
+
+def test_a_long_sequence_of_many_heads_is_not_compared_with_unsharded_attention():
+    few, many = (Workload(1, 8192, heads, 1, 8, 8, "float32", CAUSAL) for heads in (1, 32))
+    assert replace(CASE, workload=few).can_be_checked
+    assert not replace(CASE, workload=many).can_be_checked
 
 
 def fail_on_one(tell, rank, num_ranks):
@@ -164,6 +277,15 @@ def test_the_command_writes_rows_for_people_and_for_programs(tmp_path):
         (("--suite", "quik"), "did you mean 'quick'"),
         (("--schedules", "ring,ring"), "named twice"),
         (("--schedules", ","), "there is no schedule to time"),
+        (("--peers", "torch_ring,torch_ring"), "named twice"),
+        (("--ccr", "nan"), "must be positive"),
+        (("--ccr", "inf"), "must be positive"),
+        (("--ccr", ""), "is not a list of numbers"),
+        (("--json", "/"), "cannot write /: it is a folder"),
+        (("--json", "/proc/rows.json"), "cannot write /proc/rows.json"),
+        (("--picture", "speed.xyz"), "does not end in .png or .svg or .pdf"),
+        (("--suite", "smoke", "--heads", "4"), "--suite has its own races; leave --heads out"),
+        (("--schedules", "ring,ring_self_attention", "--ccr", "1"), "computes whole rows of logits"),
         (("--mask", "casual"), "did you mean 'causal'"),
     ],
 )

@@ -75,7 +75,7 @@ def test_peers_that_take_float32_are_exact_in_it():
         "yunchang_ulysses",
     }
     assert {case: check.fault for case, check in ran.items() if check.fault} == {}
-    assert all(check.max_error < 5e-6 for check in ran.values())
+    assert all(max(check.errors.values()) < 5e-6 for check in ran.values())
 
 
 def test_balanced_rings_on_flash_attn_take_float16():
@@ -101,7 +101,7 @@ def check_in_float32(rank, size):
 def test_wrong_gradients_are_named_with_their_error():
     for check in run_ranks(check_in_float32, 4):
         assert check.errors["out"] < 1e-5
-        assert check.max_error > 0.1
+        assert max(check.errors.values()) > 0.1
         assert check.fault.startswith("wrong: dq error ")
 
 

@@ -220,3 +220,13 @@ def test_a_namespace_that_somebody_else_has_under_our_name_survives_the_failure_
         pass
     assert foreign[0] in {path.name for path in namespaces.FOLDER.iterdir()}
     assert made.names.network not in namespaces.networks()
+
+
+def test_a_network_that_was_cut_short_is_not_taken_for_one_that_is_up(kept_network: None) -> None:
+    names = Names(kept.kept_name(SMALL.name))
+    testbed.make(SMALL, names, namespaces.Owner(pid=2**22 - 1, start=1))
+    assert not kept.is_up(SMALL)
+    with pytest.raises(InvalidInput, match="is not up"):
+        kept.attach(SMALL)
+    assert kept.bring_up(SMALL), "what is left is made anew"
+    assert kept.is_up(SMALL)
