@@ -14,12 +14,7 @@ PEERS = ("torch_ring", "ring_flash_attn_ring", "yunchang_ulysses", "yunchang_usp
 """Those that compute blocks by an operator which waits can replace."""
 FEW_PEERS = ("torch_ring", "yunchang_ulysses")
 ALL_PEERS = (*PEERS, "torch_allgather", "ringmaster_ring", "ringmaster_allgather")
-CAUSAL_PEERS = (
-    "torch_ring",
-    "ring_flash_attn_zigzag",
-    "yunchang_ulysses",
-    "yunchang_usp_2",
-)
+CAUSAL_PEERS = ("torch_ring", "ring_flash_attn_zigzag", "yunchang_ulysses")
 CURVE = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 HEADS, HEAD_DIM = 8, 64
 REAL = "MHA, no mask, real computation"
