@@ -95,7 +95,7 @@ def _measure(
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for draw in range(case.num_draws):
         tell(f"draw {draw + 1} of {case.num_draws}")
-        whole = _draw(draw, workload)
+        whole = draw_shard(draw, workload.seq_len, workload)  # the same on every rank
         q, k, v, dout = (x[list(tokens[rank])] for x in whole)
         got = {}
         for name, call in calls.items():
@@ -114,19 +114,6 @@ def _measure(
         for name in (UNSHARDED, *calls)
         for tensor in TENSORS
     ]
-
-
-def _draw(number: int, workload: Workload) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole sequence, the same on every rank."""
-    return draw_shard(
-        number,
-        workload.seq_len,
-        workload.batch,
-        workload.num_heads,
-        workload.num_kv_heads,
-        (workload.head_dim, workload.head_dim_v),
-        getattr(torch, workload.dtype),
-    )
 
 
 def _gather(part: Tensor, rank: int, num_ranks: int, tokens: tuple[tuple[int, ...], ...]) -> Tensor | None:

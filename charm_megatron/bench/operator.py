@@ -19,7 +19,14 @@ from torch import Tensor
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.peers import PEERS, peer_named, tokens_of
 from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
-from charm_megatron.bench.unsharded import RESULTS, assembled, draw_shard, relative_error, unsharded_attention
+from charm_megatron.bench.unsharded import (
+    RESULTS,
+    Shard,
+    assembled,
+    draw_shard,
+    relative_error,
+    unsharded_attention,
+)
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
 from charm_megatron.executor.runtime import Schedules, plan_schedules
@@ -29,7 +36,7 @@ from charm_megatron.schedule.report import report
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.schedule.wire import WireFormat, hop_bytes, make_wire_format
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator import evaluate
+from charm_megatron.simulator import CostModel, evaluate
 from charm_megatron.workload import Workload
 
 PASSES: tuple[Direction, Direction] = ("forward", "backward")
@@ -126,6 +133,7 @@ class OperatorRow:
 Key = tuple[str, str]
 """A contestant, and a direction."""
 
+Plan = tuple[Schedules, WireFormat]
 TokensByRank = tuple[tuple[int, ...], ...]
 
 
@@ -152,14 +160,15 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     progress("starting ranks")
     if cluster.is_launched and job_backend() == "nccl":
         _require_for_nccl(case)
-    for name in case.schedules:
-        schedules, _ = planned(case, cluster, name)  # what cannot be planned is said before anything starts
+    plans = {name: planned(case, cluster, name) for name in case.schedules}
+    for name, (schedules, _) in plans.items():
         if case.is_modelled and schedules["forward"][0].pass_.name == "logits":
             raise InvalidInput(
                 f"{name} computes whole rows of logits, not blocks that waits can replace; leave it out, or "
                 f"--compute modelled and --ccr"
             )
-    flops = {direction: _flops(case, cluster, direction) for direction in PASSES}
+    # Of the first schedule, by which computation is measured.
+    flops = {direction: _busiest_flops(plans[case.schedules[0]], direction) for direction in PASSES}
     measured: list[RankTimes] | None = run_on_ranks(
         measure_rank, cluster, case, cluster.num_domains, flops, progress=progress
     )
@@ -167,7 +176,7 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
         return []
     errors = _errors(case, measured)
     rows = [
-        _row(case, cluster, measured, errors, name, direction)
+        _row(case, cluster, measured, errors, name, direction, plans.get(name), flops[direction])
         for name in case.contestants
         for direction in case.passes
     ]
@@ -202,7 +211,10 @@ def _row(
     errors: Mapping[Key, float],
     name: str,
     direction: Direction,
+    plan: Plan | None,
+    first_flops: float,
 ) -> OperatorRow:
+    """`plan` is None for peers; `first_flops` is the work that `computation_s` was measured for."""
     computation_s = max(one.computation_s[direction] for one in measured)
     communication_s = max(one.communication_s[direction] for one in measured)
     row = OperatorRow(
@@ -222,7 +234,10 @@ def _row(
     if cluster.namespaces:
         wire_bytes = [statistics.median(one.wire_bytes[name, direction]) for one in measured]
         row = replace(row, bytes_wire=int(max(wire_bytes)))
-    return row if row.is_peer else replace(row, **_planned(case, cluster, name, direction, computation_s))
+    if plan is None:
+        return row
+    cost = cluster.cost_model(first_flops / computation_s) if computation_s else None
+    return replace(row, **_of_plan(plan, direction, cluster, cost))
 
 
 def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
@@ -230,25 +245,20 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
     return [max(repetition) for repetition in zip(*times, strict=True)]
 
 
-def _planned(
-    case: OperatorCase, cluster: Cluster, name: str, direction: Direction, computation_s: float
-) -> dict[str, Any]:
+def _of_plan(plan: Plan, direction: Direction, cluster: Cluster, cost: CostModel | None) -> dict[str, Any]:
     """What the plan says of a row: bytes, and bounds where the rates of the links are known."""
-    phases, wire = planned(case, cluster, name)
+    phases, wire = plan
     schedules = phases[direction]
     pair_bytes = pairwise_bytes(schedules, wire)
     values: dict[str, Any] = {"bytes_planned": int(pair_bytes.sum(axis=1).max())}
     link_s = cluster.busiest_link_s(pair_bytes)
-    flops = _flops(case, cluster, direction)
-    cost = cluster.cost_model(flops / computation_s) if computation_s else None
     if link_s is not None and cost is not None:
         values["bound_s"] = sum(evaluate(schedule, wire, cost).makespan_s for schedule in schedules)
-        busiest_flops = float(report(schedules, wire).flops.max())
-        values["busiest_s"] = max(link_s, busiest_flops / cost.flops_per_s)
+        values["busiest_s"] = max(link_s, _busiest_flops(plan, direction) / cost.flops_per_s)
     return values
 
 
-def planned(case: OperatorCase, cluster: Cluster, name: str) -> tuple[Schedules, WireFormat]:
+def planned(case: OperatorCase, cluster: Cluster, name: str) -> Plan:
     """The schedules and wire format that the ranks agree on for one name."""
     settings = settings_for(case, cluster.num_domains, name)
     schedules, _ = plan_schedules(settings, cluster.domains, case.workload, case.layout)
@@ -272,9 +282,9 @@ def pairwise_bytes(schedules: Sequence[Schedule], wire: WireFormat) -> IntArray:
     return total
 
 
-def _flops(case: OperatorCase, cluster: Cluster, direction: Direction) -> float:
-    """Work of the busiest rank of the first schedule, by which computation is measured."""
-    schedules, wire = planned(case, cluster, case.schedules[0])
+def _busiest_flops(plan: Plan, direction: Direction) -> float:
+    """Work of the busiest rank."""
+    schedules, wire = plan
     return float(report(schedules[direction], wire).flops.max())
 
 
@@ -309,18 +319,9 @@ def tokens_by_rank(case: OperatorCase, name: str, num_ranks: int) -> TokensByRan
     return make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
 
 
-def shard_of(workload: Workload, rank: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shard_of(workload: Workload, rank: int, num_ranks: int) -> Shard:
     """q, k, v, dout of one rank."""
-    widths = workload.head_dim, workload.head_dim_v
-    return draw_shard(
-        rank,
-        workload.seq_len // num_ranks,
-        workload.batch,
-        workload.num_heads,
-        workload.num_kv_heads,
-        widths,
-        getattr(torch, workload.dtype),
-    )
+    return draw_shard(rank, workload.seq_len // num_ranks, workload)
 
 
 def as_json(row: OperatorRow) -> dict[str, Any]:

@@ -64,15 +64,7 @@ def check_peer(
 
 def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> PeerCheck:
     """As `check_peer`, for a call made already, on the whole workload."""
-    whole = draw_shard(
-        workload.seq_len,
-        workload.seq_len,
-        workload.batch,
-        workload.num_heads,
-        workload.num_kv_heads,
-        (workload.head_dim, workload.head_dim_v),
-        getattr(torch, workload.dtype),
-    )
+    whole = draw_shard(workload.seq_len, workload.seq_len, workload)
     expected = unsharded_attention(*whole, workload.mask)
     plain = flash_attention(*whole, workload.mask)
     mine = torch.tensor(tokens_of(call.peer, workload, group.size(), dist.get_rank(group)))

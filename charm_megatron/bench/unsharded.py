@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from charm_megatron.kernels import TorchCpuKernel
-from charm_megatron.workload import Mask
+from charm_megatron.workload import Mask, Workload
 
 Shard = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v, dout of one rank, [s, b, h, d]."""
@@ -55,17 +55,19 @@ def visible(mask: Mask, seq_len: int) -> Tensor:
     return seen
 
 
-def draw_shard(
-    rank: int, tokens: int, batch: int, heads: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype
-) -> Shard:
-    """Random tensors of one rank: the same for all that ask for the rank."""
-    random = torch.Generator().manual_seed(rank)
+def draw_shard(seed: int, tokens: int, workload: Workload) -> Shard:
+    """Random q, k, v and dout of `tokens` tokens of the workload: the same for all that ask with the same seed."""
+    random, dtype = torch.Generator().manual_seed(seed), getattr(torch, workload.dtype)
 
     def draw(num_heads: int, width: int) -> Tensor:
-        return torch.randn(tokens, batch, num_heads, width, generator=random).to(dtype)
+        return torch.randn(tokens, workload.batch, num_heads, width, generator=random).to(dtype)
 
-    wide, wide_v = widths
-    return draw(heads, wide), draw(kv_heads, wide), draw(kv_heads, wide_v), draw(heads, wide_v)
+    return (
+        draw(workload.num_heads, workload.head_dim),
+        draw(workload.num_kv_heads, workload.head_dim),
+        draw(workload.num_kv_heads, workload.head_dim_v),
+        draw(workload.num_heads, workload.head_dim_v),
+    )
 
 
 def assembled(shards: Sequence[Tensor], tokens_by_rank: Sequence[Sequence[int]]) -> Tensor:

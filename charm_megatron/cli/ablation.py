@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.cli.races import Runner, require_writable, wide_console, write_whole
+from charm_megatron.cli.races import Runner, as_rows, require_writable, wide_console, write_whole
 from charm_megatron.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def ablation_command(
     """Race ring, rm_plus and charm on networks like those of the CHARM+ paper's Table 4; needs root to shape them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from charm_megatron.bench.ablation import compare, race, settings
-    from charm_megatron.bench.operator import as_json
 
     _require_ready(json_file)
     console = wide_console()
@@ -49,8 +48,7 @@ def ablation_command(
     console.print(_ablation_table(compared))
     console.print("computation modelled; paper: forward pass on GPUs, at the length of the same rank of CCR")
     if json_file:
-        rows = [{"race": title, **as_json(row)} for title, listed in results for row in listed]
-        write_whole(json_file, json.dumps(rows, indent=1) + "\n")
+        write_whole(json_file, json.dumps(as_rows(results), indent=1) + "\n")
 
 
 def _ablation_table(rows: list["AblationRow"]) -> "Table":

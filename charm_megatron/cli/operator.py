@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from charm_megatron.cli.races import Results, Runner, require_writable, wide_console, write_whole
+from charm_megatron.cli.races import Results, Runner, as_rows, require_writable, wide_console, write_whole
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 
 if TYPE_CHECKING:
@@ -177,10 +177,9 @@ def _ratios(compute: str | None, text: str | None) -> list[float | None]:
 
 def _write(results: Results, json_file: Path | None, csv_file: Path | None, picture: Path | None) -> None:
     """All rows so far, so that a race which fails after hours takes no others with it."""
-    from charm_megatron.bench.operator import as_json
     from charm_megatron.bench.picture import draw_speed_up
 
-    listed = [{"race": title, **as_json(row)} for title, rows in results for row in rows]
+    listed = as_rows(results)
     if json_file:
         write_whole(json_file, json.dumps(listed, indent=1) + "\n")
     if csv_file:

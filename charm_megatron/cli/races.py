@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from charm_megatron.bench.cluster import Cluster
-    from charm_megatron.bench.operator import OperatorCase, OperatorRow
+    from charm_megatron.bench.operator import OperatorRow
     from charm_megatron.bench.suites import Race
 
 TABLE_WIDTH = 120
@@ -55,6 +55,13 @@ def write_whole(path: Path, text: str) -> None:
 
 Results = list[tuple[str, list["OperatorRow"]]]
 """By title of the race."""
+
+
+def as_rows(results: Results) -> list[dict[str, Any]]:
+    """All rows for other programs."""
+    from charm_megatron.bench.operator import as_json
+
+    return [{"race": title, **as_json(row)} for title, rows in results for row in rows]
 
 
 class Runner:
@@ -101,6 +108,7 @@ class Runner:
         """
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from charm_megatron.bench import operator
         from charm_megatron.bench.ranks import leave_job
 
         results: Results = []
@@ -117,7 +125,7 @@ class Runner:
                         def tell(line: str, label: str = label) -> None:
                             progress.update(task, description=f"{label}: {line}", advance=1)
 
-                        rows += self._rows(case, cluster, tell)
+                        rows += operator.run_case(case, cluster, tell)
                     if rows:
                         results.append((f"{cluster}: {race.title}", rows))
                         if shows_tables:
@@ -126,12 +134,6 @@ class Runner:
         if self.is_launched:
             leave_job()
         return results
-
-    @staticmethod
-    def _rows(case: "OperatorCase", cluster: "Cluster", tell: Any) -> list["OperatorRow"]:
-        from charm_megatron.bench.operator import run_case
-
-        return run_case(case, cluster, tell)
 
     @contextmanager
     def _cluster(self, race: "Race") -> Iterator["Cluster"]:

@@ -10,7 +10,7 @@ from charm_megatron.bench.unsharded import (
     unsharded_attention,
 )
 from charm_megatron.sharding import make_sharding
-from charm_megatron.workload import CAUSAL, NO_MASK, Mask
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import full_attention
 
 pytestmark = pytest.mark.torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("mask", [NO_MASK, CAUSAL, Mask(5, 2), Mask(None, 0, (10, 14))])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_it_agrees_with_the_judge_of_all_tests(mask, kv_heads):
-    q, k, v, dout = draw_shard(0, 24, 2, 4, kv_heads, (8, 6), torch.float32)
+    q, k, v, dout = draw_shard(0, 24, Workload(2, 24, 4, kv_heads, 8, 6, "float32", mask))
     got = unsharded_attention(q, k, v, dout, mask)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = full_attention(*leaves, mask)
