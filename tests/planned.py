@@ -28,16 +28,18 @@ def schedule(name, problem, direction="forward"):
     return made
 
 
-def cargos(made):
+def payloads(made):
     """The names of what travels."""
-    return {made.pass_.cargos[i].name for i in np.unique(made.hops.cargo)}
+    return {made.pass_.payloads[i].name for i in np.unique(made.hops.payload)}
 
 
-def hops_of(made, cargo):
-    """(step, piece, src, dst) of each hop of a cargo."""
+def hops_of(made, payload):
+    """(step, piece, src, dst) of each hop of a payload."""
     hops = made.hops
-    rows = hops.cargo == [kind.name for kind in made.pass_.cargos].index(cargo)
-    return list(zip(*(c[rows].tolist() for c in (hops.step, hops.piece, hops.src, hops.dst)), strict=True))
+    rows = hops.payload == [kind.name for kind in made.pass_.payloads].index(payload)
+    return list(
+        zip(*(c[rows].tolist() for c in (hops.comm_step, hops.piece, hops.src, hops.dst)), strict=True)
+    )
 
 
 def assert_is_one_sentence(error):

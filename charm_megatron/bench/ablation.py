@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from charm_megatron.bench.network import Profile, load_profile
 from charm_megatron.bench.operator import OperatorCase, OperatorRow
-from charm_megatron.bench.paper_tables import TABLE_4, Ablation
 from charm_megatron.bench.suites import HEAD_DIM, HEADS, SETTINGS, Race
+from charm_megatron.paper.tables_4_8 import TABLE_4, Ablation
+from charm_megatron.testbed.profile import Profile, load_profile
 from charm_megatron.workload import NO_MASK, Workload
 
 RATIOS = (0.25, 1.0)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from charm_megatron.bench.network import Link as SharedLink
-from charm_megatron.bench.network import Profile
-from charm_megatron.bench.testbed import Network
+from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.errors import TopologyError
-from charm_megatron.schedule.decisions import IntArray
-from charm_megatron.simulator import CostModel, Link
+from charm_megatron.lowering.decisions import IntArray
+from charm_megatron.testbed.network import Network
+from charm_megatron.testbed.profile import Link as SharedLink
+from charm_megatron.testbed.profile import Profile
 from charm_megatron.topology import Domains, even_domains
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from charm_megatron.simulator.paper_end_to_end import ITERATIONS, Iteration
+from charm_megatron.paper.tables_6_7 import ITERATIONS, Iteration
 from charm_megatron.train.run_folder import RunFolder, read_rows
 
 NUM_WARM_UP = 10

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import Tell, run_on_ranks
-from charm_megatron.bench.unsharded import (
+from charm_megatron.config import CharmConfig
+from charm_megatron.executor.runtime import AttentionRuntime
+from charm_megatron.kernels.unsharded import (
     TENSORS,
     assembled,
     draw_shard,
     flash_attention,
     unsharded_attention,
 )
-from charm_megatron.config import CharmConfig
-from charm_megatron.executor.runtime import AttentionRuntime
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import Workload
 

@@ -17,9 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.peers import PEERS, peer_named, tokens_of
 from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
-from charm_megatron.bench.unsharded import (
+from charm_megatron.config import CharmConfig
+from charm_megatron.cost.model import CostModel
+from charm_megatron.cost.report import report
+from charm_megatron.cost.timeline import evaluate
+from charm_megatron.cost.wire import WireFormat, hop_bytes, make_wire_format
+from charm_megatron.errors import InvalidInput
+from charm_megatron.executor.runtime import Schedules, plan_schedules
+from charm_megatron.kernels.unsharded import (
     RESULTS,
     Shard,
     assembled,
@@ -27,16 +33,11 @@ from charm_megatron.bench.unsharded import (
     relative_error,
     unsharded_attention,
 )
-from charm_megatron.config import CharmConfig
-from charm_megatron.errors import InvalidInput
-from charm_megatron.executor.runtime import Schedules, plan_schedules
-from charm_megatron.schedule.decisions import IntArray
+from charm_megatron.lowering.decisions import IntArray
+from charm_megatron.peers.registry import PEERS, peer_named, tokens_of
 from charm_megatron.schedule.passes import Direction
-from charm_megatron.schedule.report import report
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.schedule.wire import WireFormat, hop_bytes, make_wire_format
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator import CostModel, evaluate
 from charm_megatron.workload import Workload
 
 PASSES: tuple[Direction, Direction] = ("forward", "backward")
@@ -155,7 +156,7 @@ class RankTimes:
 
 def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line: None) -> list[OperatorRow]:
     """Runs all contestants of a case; ratios are to the first. Empty on the later ranks of a launched job."""
-    from charm_megatron.bench.operator_rank import measure_rank
+    from charm_megatron.bench.rank import measure_rank
 
     progress("starting ranks")
     if cluster.is_launched and job_backend() == "nccl":
@@ -264,7 +265,10 @@ def planned(case: OperatorCase, cluster: Cluster, name: str) -> Plan:
     schedules, _ = plan_schedules(settings, cluster.domains, case.workload, case.layout)
     problem = schedules["forward"][0].problem
     wire = make_wire_format(
-        case.workload, problem, out_return=settings.return_dtype, grad_return=settings.grad_return_dtype
+        case.workload,
+        problem,
+        out_return_dtype=settings.return_dtype,
+        grad_return_dtype=settings.grad_return_dtype,
     )
     return schedules, wire
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.check_tables import check_tables
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.verify.tables import check_tables
 
 RANKS_PER_NODE = 8
 HEADS = 8
@@ -64,7 +64,7 @@ def _measure(name: str, size: int) -> PlanningTime:
     return PlanningTime(
         name,
         size,
-        sum(len(schedule.hops.step) for schedule in schedules),
+        sum(len(schedule.hops.comm_step) for schedule in schedules),
         planned - started,
         programmed - planned,
         proved - programmed,

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.testbed import MASTER_PORT
 from charm_megatron.errors import CharmError, LaunchError, TopologyError
+from charm_megatron.testbed.network import MASTER_PORT
 
 END_S = 10.0
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
@@ -90,7 +90,7 @@ def _main(
 ) -> None:
     import torch.distributed as dist
 
-    from charm_megatron.bench.namespaces import enter
+    from charm_megatron.testbed.namespaces import enter
 
     def tell(line: str) -> None:
         if rank == 0:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from charm_megatron.bench.network import Profile, load_profile
 from charm_megatron.bench.operator import OperatorCase
 from charm_megatron.config import CharmConfig
+from charm_megatron.testbed.profile import Profile, load_profile
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 
 SETTINGS = CharmConfig(fuse=False, grad_return_dtype="model")

@@ -135,7 +135,7 @@ def _numerics_table(rows: list["NumericsRow"], title: str) -> "Table":
     from rich import box
     from rich.table import Table
 
-    from charm_megatron.bench.paper_tables import TABLE_8
+    from charm_megatron.paper.tables_4_8 import TABLE_8
 
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column("tensor")

@@ -23,8 +23,8 @@ def check_command(
     from rich.console import Console
 
     from charm_megatron.cli.tables import check_table
-    from charm_megatron.schedule.check import check_schedule
     from charm_megatron.schedule.json_form import load_schedule
+    from charm_megatron.verify.programs import check_schedule
 
     loaded = load_schedule(file)
     members = loaded.problem.domains.members

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from charm_megatron.config import RunConfig, load_run_config
-from charm_megatron.topology.ahead import ranks_of_hosts
+from charm_megatron.topology.from_launcher import ranks_of_hosts
 
 if TYPE_CHECKING:
     from charm_megatron.train.checks import JobFacts

@@ -9,13 +9,13 @@ from rich.table import Table
 
 from charm_megatron.cli.job import ConfigFile, Cpu, Settings, check
 from charm_megatron.config import CharmConfig, load_run_config
+from charm_megatron.cost.memory import AttentionMemory, attention_memory, paper_bytes
+from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import InvalidInput
+from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.memory import AttentionMemory, attention_memory, paper_bytes
 from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.schedule.wire import make_wire_format
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator.paper_memory import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3
 from charm_megatron.topology import Domains, even_domains
 from charm_megatron.workload import Workload
 
@@ -80,7 +80,7 @@ def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig
         name, sharding, domains, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads
     )
     wire = make_wire_format(
-        workload, problem, out_return=config.return_dtype, grad_return=config.grad_return_dtype
+        workload, problem, out_return_dtype=config.return_dtype, grad_return_dtype=config.grad_return_dtype
     )
     method = plan(name, problem)
     forward, backward = (

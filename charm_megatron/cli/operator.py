@@ -90,9 +90,9 @@ def operator_command(
     """Time attention on the slowest rank: on a shaped network, on loopback, or as a job of torchrun."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank tells that its peers have no names
     from charm_megatron.bench.operator import OperatorCase
-    from charm_megatron.bench.peers import PEERS
     from charm_megatron.bench.suites import SUITES, Race, races
     from charm_megatron.config import CharmConfig
+    from charm_megatron.peers.registry import PEERS
     from charm_megatron.workload import CAUSAL, Workload, parse_mask
 
     require_writable(json_file, csv_file, picture)

@@ -39,7 +39,7 @@ def plan_command(
     ] = None,
     depth: Annotated[int, typer.Option(help="Steps that a transfer may start ahead, plus one.")] = 1,
     separate_lanes: Annotated[
-        bool, typer.Option("--separate-lanes", help="Post each kind of cargo and link by itself.")
+        bool, typer.Option("--separate-lanes", help="Post each kind of payload and link by itself.")
     ] = False,
     return_dtype: Annotated[
         str, typer.Option(help="Returned outputs travel in: model or float32.")
@@ -100,8 +100,8 @@ def plan_command(
         dtype=dtype,
         depth=depth,
         fuse=not separate_lanes,
-        out_return=return_dtype,
-        grad_return=grad_return_dtype,
+        out_return_dtype=return_dtype,
+        grad_return_dtype=grad_return_dtype,
     )
     output = Output(
         names=_names(schedule, compare),

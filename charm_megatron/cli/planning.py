@@ -10,16 +10,17 @@ from pathlib import Path
 from rich.console import Console
 
 from charm_megatron.cli.tables import Compared, compare_table, facts, grid_tables, rank_table
+from charm_megatron.cost.model import CostModel, Link
+from charm_megatron.cost.report import Buffers, Report, peak_buffers, report
+from charm_megatron.cost.timeline import Timeline, evaluate
+from charm_megatron.cost.wire import WireFormat, make_wire_format
 from charm_megatron.errors import InvalidInput
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.json_form import to_json
-from charm_megatron.schedule.report import Buffers, Report, peak_buffers, report
 from charm_megatron.schedule.schedule import Schedule, make_schedules
-from charm_megatron.schedule.wire import WireFormat, make_wire_format
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator import CostModel, Link, Timeline, evaluate
-from charm_megatron.simulator.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another
-from charm_megatron.simulator.perfetto import chrome_trace
+from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another
+from charm_megatron.show.perfetto import chrome_trace
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import Workload, parse_mask
 
@@ -44,8 +45,8 @@ class Setting:
     dtype: str
     depth: int
     fuse: bool
-    out_return: str
-    grad_return: str
+    out_return_dtype: str
+    grad_return_dtype: str
 
     @property
     def words(self) -> str:
@@ -130,7 +131,12 @@ def make_planned(name: str, setting: Setting) -> Planned:
     sharding = make_sharding(setting.layout, cp_size, seq_len, mask.documents)
     domains = even_domains(cp_size, setting.nodes)
     problem = cut_problem(name, sharding, domains, mask, num_heads=heads, num_kv_heads=kv_heads)
-    wire = make_wire_format(workload, problem, out_return=setting.out_return, grad_return=setting.grad_return)
+    wire = make_wire_format(
+        workload,
+        problem,
+        out_return_dtype=setting.out_return_dtype,
+        grad_return_dtype=setting.grad_return_dtype,
+    )
     method = plan(name, problem)
     schedules = {
         direction: make_schedules(method, direction, depth=setting.depth, fuse=setting.fuse)

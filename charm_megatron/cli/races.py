@@ -71,7 +71,7 @@ class Runner:
         self, console: "Console", profile: str | None, nodes: int | None, ranks_per_node: int | None
     ) -> None:
         from charm_megatron.bench.cluster import Cluster, launched_cluster
-        from charm_megatron.bench.network import load_profile
+        from charm_megatron.testbed.profile import load_profile
 
         launched = launched_cluster()
         if profile is not None and launched is not None:
@@ -138,9 +138,9 @@ class Runner:
     @contextmanager
     def _cluster(self, race: "Race") -> Iterator["Cluster"]:
         from charm_megatron.bench.cluster import cluster_on
-        from charm_megatron.bench.kept import attach, is_up
-        from charm_megatron.bench.namespaces import why_unavailable
-        from charm_megatron.bench.testbed import Testbed
+        from charm_megatron.testbed.namespaces import why_unavailable
+        from charm_megatron.testbed.network import Testbed
+        from charm_megatron.testbed.persistent import attach, is_up
 
         if race.profile is None:
             if not self.is_launched:
@@ -205,8 +205,8 @@ def _number(value: float | None, style: str, factor: float = 1.0) -> str:
 
 def _notes(rows: list["OperatorRow"]) -> Iterator[str]:
     """Who did not run and what a reader must know of those that did; and how we stand against the best peer."""
-    from charm_megatron.bench.peers import PEERS
-    from charm_megatron.bench.standing import standings
+    from charm_megatron.bench.verdict import standings
+    from charm_megatron.peers.registry import PEERS
 
     for name in dict.fromkeys(row.schedule for row in rows if row.note):
         row = next(row for row in rows if row.schedule == name)

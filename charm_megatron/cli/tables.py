@@ -8,11 +8,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from charm_megatron.schedule.check import CheckReport
-from charm_megatron.schedule.grid import VERBS, Cell, grid_column, num_rows
-from charm_megatron.schedule.report import Buffers, Report
+from charm_megatron.cost.report import Buffers, Report
+from charm_megatron.cost.timeline import Timeline
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.simulator import Timeline
+from charm_megatron.show.grid import VERBS, Cell, grid_column, num_rows
+from charm_megatron.verify.programs import CheckReport
 
 LABEL_WIDTH = 14  # of a grid's first two columns, with what is between them
 CELL_LINES = 12
@@ -150,7 +150,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
     steps = f"{numbers.exposed_steps} step{'s' if numbers.exposed_steps > 1 else ''}"
     after = f"{steps} more, in which a rank sends up to {num_bytes_words(exposed)}"
     return [
-        f"steps with transfers: {numbers.num_steps}; ticks with blocks: {numbers.num_ticks}",
+        f"steps with transfers: {numbers.num_comm_steps}; compute steps with blocks: {numbers.num_compute_steps}",
         f"longest chain of transfers that need each other: {numbers.longest_chain}",
         f"after the last block: {after if numbers.exposed_steps else 'nothing is sent'}",
         f"busiest rank computes {numbers.imbalance:.2f} times the mean",
@@ -183,8 +183,8 @@ def compare_table(rows: Sequence[Compared]) -> Table:
     def line(label: str, values: Sequence[str]) -> None:
         table.add_row(label, *values)
 
-    line("steps", [str(one.report.num_steps) for one in rows])
-    line("ticks", [str(one.report.num_ticks) for one in rows])
+    line("steps", [str(one.report.num_comm_steps) for one in rows])
+    line("compute steps", [str(one.report.num_compute_steps) for one in rows])
     line("longest chain of transfers", [str(one.report.longest_chain) for one in rows])
     line("steps after the last block", [str(one.report.exposed_steps) for one in rows])
     table.add_section()
@@ -223,10 +223,10 @@ def check_table(schedules: Sequence[Schedule], reports: Sequence[CheckReport]) -
     for heading in ("pass", "steps", "blocks", "messages", "pieces sent", "most foreign pieces on a rank"):
         table.add_column(heading, justify="left" if heading in ("pass", "pieces sent") else "right")
     for schedule, checked in zip(schedules, reports, strict=True):
-        sent = ", ".join(f"{number} {cargo}" for cargo, number in sorted(checked.num_pieces_sent.items()))
+        sent = ", ".join(f"{number} {payload}" for payload, number in sorted(checked.num_pieces_sent.items()))
         table.add_row(
             schedule.pass_.name,
-            str(schedule.num_steps),
+            str(schedule.num_comm_steps),
             str(len(schedule.blocks.q)),
             str(checked.num_messages),
             sent or "none",

@@ -10,8 +10,8 @@ import typer
 from charm_megatron.cli.errors import ends_in_sentences
 
 if TYPE_CHECKING:
-    from charm_megatron.bench.network import Profile
-    from charm_megatron.bench.probe import Probe
+    from charm_megatron.testbed.probe import Probe
+    from charm_megatron.testbed.profile import Profile
 
 app = typer.Typer(
     help="A network on this machine whose links have given rates; one namespace a rank. Needs root.",
@@ -27,8 +27,8 @@ ProfileArgument = Annotated[
 @ends_in_sentences
 def up_command(profile: ProfileArgument) -> None:
     """Make a network that stays until `down`."""
-    from charm_megatron.bench.kept import bring_up
-    from charm_megatron.bench.network import load_profile
+    from charm_megatron.testbed.persistent import bring_up
+    from charm_megatron.testbed.profile import load_profile
 
     shape = load_profile(profile)
     is_new = bring_up(shape)
@@ -41,8 +41,8 @@ def down_command(
     profile: Annotated[str | None, typer.Argument(help="The network; by default all that `up` made.")] = None,
 ) -> None:
     """Remove a network with all processes in it, and what killed programs have left."""
-    from charm_megatron.bench.kept import take_down
-    from charm_megatron.bench.network import load_profile
+    from charm_megatron.testbed.persistent import take_down
+    from charm_megatron.testbed.profile import load_profile
 
     removed = take_down(None if profile is None else load_profile(profile).name)
     print(f"removed {', '.join(removed)}" if removed else "nothing to remove")
@@ -59,9 +59,9 @@ def exec_command(
 
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME are set.
     """
-    from charm_megatron.bench.kept import attach
-    from charm_megatron.bench.network import load_profile
     from charm_megatron.errors import InvalidInput
+    from charm_megatron.testbed.persistent import attach
+    from charm_megatron.testbed.profile import load_profile
 
     shape = load_profile(profile)
     if rank is not None and not 0 <= rank < shape.num_ranks:
@@ -83,8 +83,8 @@ def status_command(
     """List the networks on this machine, or the ranks of one that is up."""
     from rich.console import Console
 
-    from charm_megatron.bench.namespaces import networks, require_available
-    from charm_megatron.bench.network import load_profile
+    from charm_megatron.testbed.namespaces import networks, require_available
+    from charm_megatron.testbed.profile import load_profile
 
     if profile is not None:
         _print_ranks(load_profile(profile))
@@ -108,10 +108,10 @@ def probe_command(
     """Measure what the links carry, beside the profile's rates; on the network that is up, or a passing one."""
     from rich.console import Console
 
-    from charm_megatron.bench.kept import attach, is_up
-    from charm_megatron.bench.network import load_profile
-    from charm_megatron.bench.probe import probe, scenes
-    from charm_megatron.bench.testbed import Testbed
+    from charm_megatron.testbed.network import Testbed
+    from charm_megatron.testbed.persistent import attach, is_up
+    from charm_megatron.testbed.probe import probe, scenes
+    from charm_megatron.testbed.profile import load_profile
 
     shape = load_profile(profile)
     console = Console(highlight=False)
@@ -141,7 +141,7 @@ def _probe_lines(shape: "Profile", result: "Probe") -> Iterator[str]:
 
 
 def _print_ranks(shape: "Profile") -> None:
-    from charm_megatron.bench.kept import attach
+    from charm_megatron.testbed.persistent import attach
 
     net = attach(shape)
     print(f"{shape.name} is up: {_words(shape)}")

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from charm_megatron.cost.wire import WireFormat
 from charm_megatron.executor.blocks import BlockContext, BlockKey, softmax_rows
-from charm_megatron.executor.parcels import BufferPool
+from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.run import ProgramRun, RankPlan
 from charm_megatron.executor.store import PieceStore
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel, accumulate_dtype
-from charm_megatron.schedule.wire import WireFormat
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class AttentionCall:
             return (yield from self._forward_in_two_rounds(q, k, v))
         (plan,) = self.forward_plans
         store, context = self._store(), self._context()
-        store.take_home("q", (q,))
-        store.take_home("kv", (k, v))
-        store.expect_home("o")
+        store.pack_local("q", (q,))
+        store.pack_local("kv", (k, v))
+        store.alloc_result("o")
         yield ProgramRun(plan, store, context, self.transport)
         out, lse = store.home_result("o")
         return ForwardResult(out.to(q.dtype), lse[..., 0], {})
@@ -65,10 +65,10 @@ class AttentionCall:
             return (yield from self._backward_in_two_rounds(dout, q, k, v, delta, result.probabilities))
         (plan,) = self.backward_plans
         store = self._store()
-        store.take_home("g", (q, dout), (result.lse, delta))
-        store.take_home("kv", (k, v))
-        store.expect_home("dq")
-        store.expect_home("dkv")
+        store.pack_local("g", (q, dout), (result.lse, delta))
+        store.pack_local("kv", (k, v))
+        store.alloc_result("dq")
+        store.alloc_result("dkv")
         yield ProgramRun(plan, store, self._context(), self.transport)
         dq, _ = store.home_result("dq")
         dkv, _ = store.home_result("dkv")
@@ -79,14 +79,14 @@ class AttentionCall:
         """Ring self-attention: logits of whole rows, softmax, values."""
         logits_plan, values_plan = self.forward_plans
         store, context = self._store(), self._context()
-        store.take_home("q", (q,))
-        store.take_home("k", (k,))
+        store.pack_local("q", (q,))
+        store.pack_local("k", (k,))
         yield ProgramRun(logits_plan, store, context, self.transport)
         by_row = softmax_rows(context)
         store = self._store()
-        store.hold_home("p", q)
-        store.take_home("v", (v,))
-        store.expect_home("o")
+        store.bind_local("p", q)
+        store.pack_local("v", (v,))
+        store.alloc_result("o")
         yield ProgramRun(values_plan, store, context, self.transport)
         out, _ = store.home_result("o")
         # [b, h_k, g, s] -> [s, b, h]
@@ -105,16 +105,16 @@ class AttentionCall:
         values_plan, logits_plan = self.backward_plans
         context = self._context(dict(probabilities))
         store = self._store()
-        store.hold_home("dp", dout, delta)
-        store.take_home("v", (v,))
-        store.expect_home("dv")
+        store.bind_local("dp", dout, delta)
+        store.pack_local("v", (v,))
+        store.alloc_result("dv")
         yield ProgramRun(values_plan, store, context, self.transport)
         dv, _ = store.home_result("dv")
         store = self._store()
-        store.hold_home("ds", q)
-        store.take_home("k", (k,))
-        store.expect_home("dq")
-        store.expect_home("dk")
+        store.bind_local("ds", q)
+        store.pack_local("k", (k,))
+        store.alloc_result("dq")
+        store.alloc_result("dk")
         yield ProgramRun(logits_plan, store, context, self.transport)
         dq, _ = store.home_result("dq")
         dk, _ = store.home_result("dk")

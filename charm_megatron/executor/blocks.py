@@ -12,7 +12,7 @@ from torch import Tensor
 
 from charm_megatron.executor.store import PieceStore, columns
 from charm_megatron.kernels import BlockKernel, masked_logits
-from charm_megatron.schedule.actions import Attend, Name
+from charm_megatron.schedule.actions import Attend, Piece
 from charm_megatron.workload import Band
 
 BlockKey = tuple[int, int, int]
@@ -134,7 +134,7 @@ ATTENDS: Mapping[str, Callable[[PieceStore, BlockContext, Attend], None]] = {
 """By name of the pass."""
 
 
-def accumulate(store: PieceStore, pass_name: str, name: Name) -> None:
+def accumulate(store: PieceStore, pass_name: str, name: Piece) -> None:
     """Adds a received partial result to this rank's own."""
     place = store.place(name)
     wide = place.parcel.wide(place.index, place.index + 1)
@@ -146,7 +146,7 @@ def accumulate(store: PieceStore, pass_name: str, name: Name) -> None:
 
 
 def add_out(
-    store: PieceStore, names: Sequence[Name], out: Tensor, lse: Tensor, rows: slice = slice(None)
+    store: PieceStore, names: Sequence[Piece], out: Tensor, lse: Tensor, rows: slice = slice(None)
 ) -> None:
     """Merges a partial (out [s, b, h, d_v], lse [s, b, h]) into the accumulators of `names`, or `rows` of them."""
     for run in store.accumulators(names):
@@ -164,7 +164,7 @@ def add_out(
 
 
 def add_gradient(
-    store: PieceStore, names: Sequence[Name], parts: Sequence[Tensor], rows: slice = slice(None)
+    store: PieceStore, names: Sequence[Piece], parts: Sequence[Tensor], rows: slice = slice(None)
 ) -> None:
     """Adds partial gradients [s, b, h, ..], side by side in a row, to accumulators of `names`, or to `rows` of them."""
     for run in store.accumulators(names):
@@ -203,7 +203,7 @@ def _is_part(rows: slice, num_rows: int) -> bool:
     return (rows.start or 0, num_rows if rows.stop is None else rows.stop) != (0, num_rows)
 
 
-def _single_blocks(store: PieceStore, action: Attend) -> list[tuple[Name, Name, Band | None]]:
+def _single_blocks(store: PieceStore, action: Attend) -> list[tuple[Piece, Piece, Band | None]]:
     """The blocks of a rectangle one by one, each with its mask as a band."""
     blocks = []
     for q in action.q:
@@ -215,7 +215,7 @@ def _single_blocks(store: PieceStore, action: Attend) -> list[tuple[Name, Name, 
     return blocks
 
 
-def _key(q: Name, kv: Name) -> BlockKey:
+def _key(q: Piece, kv: Piece) -> BlockKey:
     return q.chunk, kv.chunk, q.head
 
 
@@ -224,5 +224,5 @@ def _grouped(x: Tensor, blocks: Tensor) -> Tensor:
     return x.to(blocks.dtype).reshape(*x.shape[:2], *blocks.shape[1:3], x.shape[3])
 
 
-def _results(cargo_name: str, operands: Sequence[Name]) -> list[Name]:
-    return [name._replace(cargo=cargo_name) for name in operands]
+def _results(payload_name: str, operands: Sequence[Piece]) -> list[Piece]:
+    return [name._replace(payload=payload_name) for name in operands]

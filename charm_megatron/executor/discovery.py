@@ -9,9 +9,9 @@ from charm_megatron.errors import TopologyError
 from charm_megatron.executor.agreement import gather
 from charm_megatron.executor.machine import Machine
 from charm_megatron.topology import Domains, Place
-from charm_megatron.topology.discovery import domains_from_told
+from charm_megatron.topology.discovery import domains_from_facts
 from charm_megatron.topology.domain_file import load_groups
-from charm_megatron.topology.places import Told
+from charm_megatron.topology.places import RankFacts
 
 
 def find_domains(
@@ -19,21 +19,21 @@ def find_domains(
 ) -> tuple[Domains, str]:
     """The domains of `group` by charm.domains, and the reason for the receipt. Collective.
 
-    Raises on all ranks alike, as `domains_from_told` does.
+    Raises on all ranks alike, as `domains_from_facts` does.
     """
-    return domains_from_told(gather(group, what_to_tell(str(declared), device, machine)))
+    return domains_from_facts(gather(group, rank_facts(str(declared), device, machine)))
 
 
-def what_to_tell(declared: str, device: torch.device, machine: Machine) -> Told:
+def rank_facts(declared: str, device: torch.device, machine: Machine) -> RankFacts:
     """What this rank knows. A problem is told, not raised: the other ranks would wait for this one forever."""
     host, slurm_node = machine.hostname(), machine.slurm_node()
     try:
         if declared == "nvlink":
             island, gpus = machine.nvlink_island(device)
-            return Told(declared, Place(host, island), gpus=gpus, slurm_node=slurm_node)
+            return RankFacts(declared, Place(host, island), gpus=gpus, slurm_node=slurm_node)
         if declared == "hosts" or declared.isdecimal():
-            return Told(declared, Place(host), slurm_node=slurm_node)
+            return RankFacts(declared, Place(host), slurm_node=slurm_node)
         groups = () if declared == "numa" else load_groups(Path(declared))
-        return Told(declared, Place(host, machine.numa_node(device)), groups, slurm_node=slurm_node)
+        return RankFacts(declared, Place(host, machine.numa_node(device)), groups, slurm_node=slurm_node)
     except (TopologyError, OSError) as error:
-        return Told(declared, Place(host), slurm_node=slurm_node, problem=str(error))
+        return RankFacts(declared, Place(host), slurm_node=slurm_node, problem=str(error))

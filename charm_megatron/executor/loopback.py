@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from charm_megatron.cost.wire import WireFormat
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.executor.attention import AttentionCall, Phases
-from charm_megatron.executor.parcels import BufferPool
+from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.run import ProgramRun, rank_plan
 from charm_megatron.executor.transport import Transfer
 from charm_megatron.kernels import BlockKernel
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.schedule.wire import WireFormat
 
 
 @dataclass(eq=False)

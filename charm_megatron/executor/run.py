@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from charm_megatron.executor.blocks import ATTENDS, BlockContext, accumulate
-from charm_megatron.executor.parcels import Parcel
+from charm_megatron.executor.buffers import Parcel
 from charm_megatron.executor.store import PieceStore
 from charm_megatron.executor.transport import Transfer, Transport
 from charm_megatron.schedule.actions import (
@@ -15,12 +15,12 @@ from charm_megatron.schedule.actions import (
     Free,
     Key,
     Message,
-    Name,
+    Piece,
     Post,
     Program,
     Wait,
 )
-from charm_megatron.schedule.passes import CARGOS, Pass
+from charm_megatron.schedule.passes import PAYLOADS, Pass
 from charm_megatron.schedule.schedule import Schedule
 
 
@@ -114,7 +114,7 @@ class ProgramRun:
     def _outgoing(self, message: Message, under_way: _Open) -> Transfer:
         """The message as bytes: in place where its pieces lie side by side as they travel, else packed."""
         peer, names = message
-        if not CARGOS[names[0].cargo].is_result:
+        if not PAYLOADS[names[0].payload].is_result:
             runs = list(self.store.runs(names))
             if len(runs) == 1:
                 in_place = runs[0].parcel.wire_bytes(runs[0].start, runs[0].stop)
@@ -124,7 +124,7 @@ class ProgramRun:
         under_way.packed.append(packed.buffer)
         return peer, packed.buffer
 
-    def _free(self, name: Name) -> None:
+    def _free(self, name: Piece) -> None:
         for under_way in self._open.values():
             assert all(name not in message.names for message in under_way.post.sends), f"{name} is being sent"
         self.store.free(name)

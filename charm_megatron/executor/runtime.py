@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.config import CharmConfig
+from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.errors import PlanError, WorkloadError
 from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention
+from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.machine import Machine
-from charm_megatron.executor.parcels import BufferPool
 from charm_megatron.executor.run import rank_plan
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import Selection, select_kernel
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.json_form import load_schedule
 from charm_megatron.schedule.schedule import Schedule, make_schedules
 from charm_megatron.schedule.text import format_schedule, schedule_header
-from charm_megatron.schedule.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains
+from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import CAUSAL, Mask, Workload
 
 
@@ -50,7 +50,7 @@ class Receipt:
     def lines(self) -> list[str]:
         """The receipt for people."""
         domains = f"{self.domains.num_domains} domains" if self.domains.num_domains > 1 else "one domain"
-        steps = [sum(phase.num_steps for phase in phases) for phases in (self.forward, self.backward)]
+        steps = [sum(phase.num_comm_steps for phase in phases) for phases in (self.forward, self.backward)]
         digests = " ".join(schedule.digest[:12] for schedule in (*self.forward, *self.backward))
         return [
             f"context parallelism: {self.domains.cp_size} ranks in {domains} [{self.domains}], "
@@ -214,7 +214,10 @@ class AttentionRuntime:
         schedules, reason = plan_schedules(config, known.domains, workload, layout)
         problem = schedules["forward"][0].problem
         wire = make_wire_format(
-            workload, problem, out_return=config.return_dtype, grad_return=config.grad_return_dtype
+            workload,
+            problem,
+            out_return_dtype=config.return_dtype,
+            grad_return_dtype=config.grad_return_dtype,
         )
         selection = select_kernel(
             config.kernel, device.type, getattr(torch, workload.dtype), workload.head_dim, workload.head_dim_v

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from charm_megatron.executor.parcels import (
+from charm_megatron.cost.wire import WireFormat
+from charm_megatron.executor.buffers import (
     BufferPool,
     Parcel,
     RowSpec,
@@ -18,9 +19,8 @@ from charm_megatron.executor.parcels import (
     head_groups_together,
     wire_spec,
 )
-from charm_megatron.schedule.actions import Name
-from charm_megatron.schedule.passes import CARGOS, Cargo
-from charm_megatron.schedule.wire import WireFormat
+from charm_megatron.schedule.actions import Piece
+from charm_megatron.schedule.passes import PAYLOADS, Payload
 
 
 @dataclass
@@ -57,38 +57,38 @@ class PieceStore:
     def __init__(self, wire: WireFormat, rank: int, pool: BufferPool):
         self.wire, self.rank, self.pool = wire, rank, pool
         self.chunks = wire.problem.sharding.chunks_of(rank)
-        self._places: dict[Name, Place] = {}
+        self._places: dict[Piece, Place] = {}
         self._in_use: dict[int, int] = {}  # id of a pooled parcel -> pieces of it that are still held
         self._home_buffers: list[Tensor] = []
 
     # ------------------------------------------------------------------ names
 
-    def resident(self, name: Name) -> Name:
+    def resident(self, name: Piece) -> Piece:
         """The name under which this rank holds a piece."""
         at_home = name.copy and name.src < 0 and self.wire.problem.sharding.home[name.chunk] == self.rank
         return name._replace(copy=0) if at_home else name
 
-    def tokens(self, names: Sequence[Name]) -> list[int]:
+    def tokens(self, names: Sequence[Piece]) -> list[int]:
         """Tokens of each piece."""
         chunks = self.wire.problem.sharding.chunks
         return [chunks[name.chunk].length for name in names]
 
-    def _home_names(self, cargo: Cargo) -> list[Name]:
+    def _home_names(self, payload: Payload) -> list[Piece]:
         """The pieces of this rank's shard, in the order in which a parcel of it holds them."""
-        groups = self.wire.problem.head_groups(cargo.side)
-        return [Name(cargo.name, chunk, head) for head in range(groups) for chunk in self.chunks]
+        groups = self.wire.problem.head_groups(payload.side)
+        return [Piece(payload.name, chunk, head) for head in range(groups) for chunk in self.chunks]
 
     # ------------------------------------------------------------------ the shard
 
-    def take_home(self, cargo_name: str, fields: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
+    def pack_local(self, payload_name: str, fields: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
         """Puts this rank's shard of an operand in place.
 
         `fields` are its wide numbers [s, b, h, ..], side by side in a row; `scalars` [s, b, h] likewise. A
         single contiguous field without scalars is used where it is; anything else is packed.
         """
-        cargo = CARGOS[cargo_name]
-        spec, names = wire_spec(self.wire, cargo), self._home_names(cargo)
-        groups = self.wire.problem.head_groups(cargo.side)
+        payload = PAYLOADS[payload_name]
+        spec, names = wire_spec(self.wire, payload), self._home_names(payload)
+        groups = self.wire.problem.head_groups(payload.side)
         apart = [head_groups_apart(x, groups) for x in fields]
         if len(apart) == 1 and not scalars and apart[0].is_contiguous():
             self.put(Parcel(spec, names, self.tokens(names), apart[0].detach().view(-1).view(torch.uint8)))
@@ -101,29 +101,32 @@ class PieceStore:
             parcel.scalars(0, len(names))[..., i].copy_(head_groups_apart(x.unsqueeze(-1), groups)[..., 0])
         self.put(parcel)
 
-    def hold_home(self, cargo_name: str, field: Tensor, scalars: Tensor | None = None) -> None:
-        """Puts this rank's shard of cargo that never travels in place: `field` [s, b, h, ..], `scalars` [s, b, h]."""
-        names = self._home_names(CARGOS[cargo_name])
+    def bind_local(self, payload_name: str, field: Tensor, scalars: Tensor | None = None) -> None:
+        """Puts this rank's shard of payload that never travels in place: `field` [s, b, h, ..], `scalars` [s, b, h]."""
+        names = self._home_names(PAYLOADS[payload_name])
         rows = scalars.unsqueeze(-1) if scalars is not None else field[..., :0].to(torch.float32)
         _, batch, heads, width = field.shape
         spec = RowSpec(batch, heads, width, rows.shape[-1], field.dtype, rows.dtype)
         flat = [x.detach().contiguous().view(-1).view(torch.uint8) for x in (field, rows)]
         self.put(Parcel(spec, names, self.tokens(names), torch.cat(flat)))
 
-    def expect_home(self, cargo_name: str) -> None:
+    def alloc_result(self, payload_name: str) -> None:
         """Makes the accumulator in which this rank's own results add up."""
-        names, spec = self._home_names(CARGOS[cargo_name]), accumulator_spec(self.wire, CARGOS[cargo_name])
+        names, spec = (
+            self._home_names(PAYLOADS[payload_name]),
+            accumulator_spec(self.wire, PAYLOADS[payload_name]),
+        )
         tokens = self.tokens(names)
         buffer = torch.empty(sum(tokens) * spec.token_bytes, dtype=torch.uint8, device=self.pool.device)
         self.put(Parcel(spec, names, tokens, buffer), is_fresh=True)
 
-    def home_result(self, cargo_name: str) -> tuple[Tensor, Tensor]:
+    def home_result(self, payload_name: str) -> tuple[Tensor, Tensor]:
         """Gives this rank's results after the run: wide numbers [s, b, h, w] and scalars [s, b, h, c].
 
         Zeros where no unmasked block has added anything.
         """
-        names = self._home_names(CARGOS[cargo_name])
-        groups = self.wire.problem.head_groups(CARGOS[cargo_name].side)
+        names = self._home_names(PAYLOADS[payload_name])
+        groups = self.wire.problem.head_groups(PAYLOADS[payload_name].side)
         for run in self.runs(names):
             if run.is_fresh:
                 run.wide.zero_()
@@ -134,28 +137,28 @@ class PieceStore:
 
     # ------------------------------------------------------------------ pieces that come and go
 
-    def _parcel(self, spec: RowSpec, names: Sequence[Name]) -> Parcel:
+    def _parcel(self, spec: RowSpec, names: Sequence[Piece]) -> Parcel:
         tokens = self.tokens(names)
         return Parcel(spec, names, tokens, self.pool.take(sum(tokens) * spec.token_bytes))
 
-    def incoming(self, names: Sequence[Name]) -> Parcel:
+    def incoming(self, names: Sequence[Piece]) -> Parcel:
         """A parcel to receive pieces in; `put` it when they are there, `free` them one by one."""
-        return self._counted(self._parcel(wire_spec(self.wire, CARGOS[names[0].cargo]), names))
+        return self._counted(self._parcel(wire_spec(self.wire, PAYLOADS[names[0].payload]), names))
 
-    def packed(self, names: Sequence[Name]) -> Parcel:
+    def packed(self, names: Sequence[Piece]) -> Parcel:
         """Copies of pieces in one parcel, as they travel. Give its buffer back to the pool afterwards."""
-        parcel = self._parcel(wire_spec(self.wire, CARGOS[names[0].cargo]), names)
+        parcel = self._parcel(wire_spec(self.wire, PAYLOADS[names[0].payload]), names)
         for at, name in enumerate(names):
             place = self.place(name)
             parcel.wide(at, at + 1).copy_(place.parcel.wide(place.index, place.index + 1))
             parcel.scalars(at, at + 1).copy_(place.parcel.scalars(place.index, place.index + 1))
         return parcel
 
-    def accumulators(self, names: Sequence[Name]) -> list[Run]:
+    def accumulators(self, names: Sequence[Piece]) -> list[Run]:
         """The accumulators of `names` in runs, made where there are none; none is fresh any more afterwards."""
         missing = [name for name in names if self.resident(name) not in self._places]
         if missing:
-            spec = accumulator_spec(self.wire, CARGOS[missing[0].cargo])
+            spec = accumulator_spec(self.wire, PAYLOADS[missing[0].payload])
             self.put(self._counted(self._parcel(spec, missing)), is_fresh=True)
         found = list(self.runs(names))
         for name in names:
@@ -171,10 +174,10 @@ class PieceStore:
         for index, name in enumerate(parcel.names):
             self._places[name] = Place(parcel, index, is_fresh)
 
-    def place(self, name: Name) -> Place:
+    def place(self, name: Piece) -> Place:
         return self._places[self.resident(name)]
 
-    def free(self, name: Name) -> None:
+    def free(self, name: Piece) -> None:
         """Gives a piece up; the buffer goes back to the pool with the last piece in it."""
         parcel = self._places.pop(name).parcel
         self._in_use[id(parcel)] -= 1
@@ -190,7 +193,7 @@ class PieceStore:
 
     # ------------------------------------------------------------------ pieces that lie side by side
 
-    def runs(self, names: Sequence[Name]) -> Iterator[Run]:
+    def runs(self, names: Sequence[Piece]) -> Iterator[Run]:
         """Groups `names` into runs that are consecutive in one parcel and equally fresh."""
         tokens = self.tokens(names)
         first = last = self.place(names[0])
@@ -205,7 +208,7 @@ class PieceStore:
             last = place
         yield Run(first.parcel, first.index, last.index + 1, slice(begin, sum(tokens)), first.is_fresh)
 
-    def operand(self, names: Sequence[Name]) -> tuple[Tensor, Tensor]:
+    def operand(self, names: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         """Wide numbers [s, b, h, w] and scalars [s, b, h, c] of operands, in place where possible."""
         found = list(self.runs(names))
         if len(found) == 1:

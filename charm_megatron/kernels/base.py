@@ -28,7 +28,7 @@ class BlockKernel(Protocol):
     | lse, delta | [s_q, b, h] | float32, or float64 where the model is float64 |
 
     Gradients have `grad_dtype` in place of the model's dtype. Inputs may be views with any strides, as
-    long as their last dimension is contiguous: queries packed beside other cargo, or keys and values
+    long as their last dimension is contiguous: queries packed beside other payload, or keys and values
     interleaved token by token. Results may be such views too, in whatever order the backend writes.
 
     `causal` masks what lies above the diagonal and needs `s_q == s_k`: backends align the diagonal of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.limits import Layer, call_limit, check_supported, unsupported
-from charm_megatron.mcore.shared import SplitAttention
 
 
 def core_attention_class(attention: SplitAttention) -> type[Any]:

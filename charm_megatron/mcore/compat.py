@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from charm_megatron.errors import InvalidInput
-from charm_megatron.mcore.swap import resolve, swapped
+from charm_megatron.mcore.monkeypatch import resolve, swapped
 
 Release = tuple[int, ...]
 

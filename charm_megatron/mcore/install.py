@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from charm_megatron.errors import CharmError, InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.attention import core_attention_class
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.compat import TE_EXTENSION, megatron_te, require_megatron
-from charm_megatron.mcore.holders import find_holders
-from charm_megatron.mcore.shared import SplitAttention
-from charm_megatron.mcore.swap import swapped, wrapped
+from charm_megatron.mcore.monkeypatch import swapped, wrapped
+from charm_megatron.mcore.references import find_holders
 from charm_megatron.mcore.te_attention import te_core_attention_class
 
 LOCAL_CORE_ATTENTION = "megatron.core.models.backends:LocalSpecProvider.core_attention"

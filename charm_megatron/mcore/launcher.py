@@ -13,8 +13,8 @@ from unittest import mock
 
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
+from charm_megatron.mcore.bridge import Notices, Say, SplitAttention
 from charm_megatron.mcore.compat import require_megatron, wheel_repairs
-from charm_megatron.mcore.shared import Notices, Say, SplitAttention
 
 
 def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say: Say | None) -> None:

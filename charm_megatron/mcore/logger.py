@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from charm_megatron.mcore.shared import SplitAttention
-from charm_megatron.mcore.swap import MissingTarget, wrapped
+from charm_megatron.mcore.bridge import SplitAttention
+from charm_megatron.mcore.monkeypatch import MissingTarget, wrapped
 
 TRAINING_LOG = "megatron.training.training:training_log"
 BYTES, SCHEDULE = "charm/bytes-sent-per-iteration", "charm/schedule"

@@ -13,9 +13,9 @@ from typing import Any
 from charm_megatron.config import CharmConfig, load_charm_config
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.attention import core_attention_class
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.compat import megatron_te
 from charm_megatron.mcore.install import Installed
-from charm_megatron.mcore.shared import Notices, SplitAttention
 from charm_megatron.mcore.spec import CONFIG_VARIABLE
 from charm_megatron.mcore.te_attention import te_core_attention_class
 

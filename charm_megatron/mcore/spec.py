@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from charm_megatron.config import CharmConfig, load_charm_config
-from charm_megatron.mcore.shared import Notices, SplitAttention
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 
 CONFIG_VARIABLE = "CHARM_CONFIG"
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.compat import megatron_te, require_te
 from charm_megatron.mcore.limits import Layer, Limit, call_limit, layer_limit
-from charm_megatron.mcore.shared import SplitAttention
 
 RING = "p2p"
 """The cp_comm_type of Transformer Engine that does everything we leave to it."""

@@ -18,9 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from charm_megatron.planner.common import Grid, by_homes, equal_domains
-from charm_megatron.planner.matchings import Matching, exchanges
-from charm_megatron.schedule.decisions import (
+from charm_megatron.lowering.decisions import (
     Decisions,
     IntArray,
     Method,
@@ -30,6 +28,8 @@ from charm_megatron.schedule.decisions import (
     owner_by_homes,
     routes_of_shards,
 )
+from charm_megatron.planner.common import Grid, by_homes, equal_domains
+from charm_megatron.planner.matchings import Matching, exchanges
 from charm_megatron.schedule.passes import Side
 
 Steps = list[tuple[Matching, Matching | None]]
@@ -79,7 +79,7 @@ def _together(name: str, problem: Problem, grid: Grid) -> Method:
 
 
 def _per_domain(name: str, problem: Problem, *, keep_kv: bool) -> Method:
-    """Pass s, of the Qs from s domains away, begins at step and tick starts[s]; the next Qs cross from there on."""
+    """Pass s, of the Qs from s domains away, begins at both steps starts[s]; the next Qs cross from there on."""
     grid = _grid(name, problem)
     steps = exchanges(len(grid[0]))[::-1]
     starts = range(0, (len(steps) + 1) * len(grid), len(steps) + 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.errors import PlanError
-from charm_megatron.schedule.decisions import IntArray, Problem
+from charm_megatron.lowering.decisions import IntArray, Problem
 from charm_megatron.topology import Domains
 
 Row = tuple[int, Sequence[int], Sequence[int]]

@@ -8,7 +8,7 @@ n / 2 apart are thus computed where Q is, the others where KV is, in n / 2 + 1 r
 import numpy as np
 
 from charm_megatron.errors import PlanError
-from charm_megatron.schedule.decisions import (
+from charm_megatron.lowering.decisions import (
     Decisions,
     Method,
     Problem,

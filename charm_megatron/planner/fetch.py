@@ -7,9 +7,9 @@
   A number of ranks that is no power of two has no such levels and takes the matchings of a round robin.
 """
 
+from charm_megatron.lowering.decisions import Decisions, Method, Problem, one_phase, shard_routes
 from charm_megatron.planner.common import Row, owner_is_q_home
 from charm_megatron.planner.matchings import round_robin_matchings, xor_matchings
-from charm_megatron.schedule.decisions import Decisions, Method, Problem, one_phase, shard_routes
 
 
 def all_gather(problem: Problem) -> Method:

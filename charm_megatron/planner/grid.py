@@ -14,8 +14,7 @@ from math import isqrt
 
 import numpy as np
 
-from charm_megatron.planner.common import Grid, Row, divisors, turned
-from charm_megatron.schedule.decisions import (
+from charm_megatron.lowering.decisions import (
     Decisions,
     Method,
     Problem,
@@ -24,6 +23,7 @@ from charm_megatron.schedule.decisions import (
     owner_by_homes,
     shard_routes,
 )
+from charm_megatron.planner.common import Grid, Row, divisors, turned
 from charm_megatron.topology import Domains
 
 

@@ -13,8 +13,7 @@ from math import lcm
 import numpy as np
 
 from charm_megatron.errors import PlanError
-from charm_megatron.planner.common import Row, Shape, divisors, equal_domains, listing
-from charm_megatron.schedule.decisions import (
+from charm_megatron.lowering.decisions import (
     Decisions,
     IntArray,
     Method,
@@ -23,6 +22,7 @@ from charm_megatron.schedule.decisions import (
     one_phase,
     shard_routes,
 )
+from charm_megatron.planner.common import Row, Shape, divisors, equal_domains, listing
 from charm_megatron.topology import Domains
 
 Groups = Sequence[Sequence[int]]

@@ -12,6 +12,15 @@
 
 import numpy as np
 
+from charm_megatron.lowering.decisions import (
+    Decisions,
+    IntArray,
+    Method,
+    Phase,
+    Problem,
+    one_phase,
+    shard_routes,
+)
 from charm_megatron.planner.common import (
     Grid,
     Row,
@@ -20,15 +29,6 @@ from charm_megatron.planner.common import (
     owner_is_kv_home,
     owner_is_q_home,
     turned,
-)
-from charm_megatron.schedule.decisions import (
-    Decisions,
-    IntArray,
-    Method,
-    Phase,
-    Problem,
-    one_phase,
-    shard_routes,
 )
 from charm_megatron.schedule.passes import (
     BACKWARD,
@@ -105,7 +105,7 @@ def double_ring(problem: Problem) -> Method:
 
 
 def _turns(grid: Grid) -> IntArray:
-    """The tick in which a rank uses the KV of another, [q rank, KV rank]: a window waits for its turn."""
+    """The compute step in which a rank uses the KV of another, [q rank, KV rank]: a window waits for its turn."""
     num_domains, size = len(grid), len(grid[0])
     turns = np.zeros((num_domains * size,) * 2, dtype=np.int64)
     d, i = np.indices((num_domains, size))

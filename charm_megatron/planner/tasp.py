@@ -8,9 +8,9 @@ each chunk into n - 1 parts, so that all rings get equally much.
 import numpy as np
 
 from charm_megatron.errors import PlanError
+from charm_megatron.lowering.decisions import Decisions, Method, Problem, Routes, one_phase
 from charm_megatron.planner.common import Shape, owner_is_q_home, turned
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
-from charm_megatron.schedule.decisions import Decisions, Method, Problem, Routes, one_phase
 from charm_megatron.topology import Domains
 
 

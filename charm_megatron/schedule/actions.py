@@ -11,13 +11,13 @@ from typing import NamedTuple
 from charm_megatron.workload import Band
 
 
-class Name(NamedTuple):
-    """A tensor of the schedule: one piece of one cargo.
+class Piece(NamedTuple):
+    """A tensor of the schedule: one piece of one payload.
 
     `src` >= 0: a partial result received from that rank. `copy` > 0: a piece that comes once more, see `Decisions`.
     """
 
-    cargo: str
+    payload: str
     chunk: int
     head: int = 0
     src: int = -1
@@ -26,12 +26,12 @@ class Name(NamedTuple):
     def __str__(self) -> str:
         head = f".{self.head}" if self.head else ""
         copy = f"~{self.copy}" if self.copy else ""
-        return f"{self.cargo}{self.chunk}{head}{copy}" + (f"<{self.src}" if self.src >= 0 else "")
+        return f"{self.payload}{self.chunk}{head}{copy}" + (f"<{self.src}" if self.src >= 0 else "")
 
     @property
-    def own(self) -> "Name":
+    def own(self) -> "Piece":
         """The rank's own result, to which this received partial result belongs."""
-        return Name(self.cargo, self.chunk, self.head, -1, self.copy)
+        return Piece(self.payload, self.chunk, self.head, -1, self.copy)
 
 
 class Key(NamedTuple):
@@ -45,10 +45,10 @@ class Key(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Pieces of one cargo that travel together between this rank and `peer`."""
+    """Pieces of one payload that travel together between this rank and `peer`."""
 
     peer: int
-    names: tuple[Name, ...]
+    names: tuple[Piece, ...]
 
     def __str__(self) -> str:
         return f"{self.peer} {_words(self.names)}"
@@ -86,8 +86,8 @@ class Attend:
     block, of which only that band of rows and columns counts.
     """
 
-    q: tuple[Name, ...]
-    kv: tuple[Name, ...]
+    q: tuple[Piece, ...]
+    kv: tuple[Piece, ...]
     causal: bool = False
     band: Band | None = None
 
@@ -100,7 +100,7 @@ class Attend:
 class Accumulate:
     """Adds a received partial result to this rank's own."""
 
-    name: Name
+    name: Piece
 
     def __str__(self) -> str:
         return f"accumulate {self.name}"
@@ -110,7 +110,7 @@ class Accumulate:
 class Free:
     """Gives back the buffer of a piece that nothing reads any more."""
 
-    name: Name
+    name: Piece
 
     def __str__(self) -> str:
         return f"free {self.name}"
@@ -120,5 +120,5 @@ Action = Post | Wait | Attend | Accumulate | Free
 Program = tuple[Action, ...]
 
 
-def _words(names: Iterable[Name]) -> str:
+def _words(names: Iterable[Piece]) -> str:
     return " ".join(map(str, names))

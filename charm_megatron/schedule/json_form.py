@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from charm_megatron.errors import ScheduleSyntaxError, nearest
-from charm_megatron.schedule.decisions import Problem
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.schedule.passes import PASSES
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_program
+from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding, refine
 from charm_megatron.topology import Domains
 from charm_megatron.workload import parse_mask

@@ -19,7 +19,7 @@ DtypeRole = Literal["model", "out_return", "grad_return"]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class Payload:
     """One kind of travelling data: for each token and head `widths` wide numbers and a few scalars.
 
     Wide numbers have the dtype of `dtype_role`; scalars (lse, delta) the accumulate dtype.
@@ -31,52 +31,52 @@ class Cargo:
     fields: tuple[str, ...]
     widths: tuple[WidthName, ...]
     dtype_role: DtypeRole
-    num_scalars: int
+    num_stats: int
 
 
-Q = Cargo("q", "q", False, ("q",), ("head_dim",), "model", 0)
-KV = Cargo("kv", "kv", False, ("k", "v"), ("head_dim", "head_dim_v"), "model", 0)
-OUT = Cargo("o", "q", True, ("out", "lse"), ("head_dim_v",), "out_return", 1)
-Q_GRAD = Cargo("g", "q", False, ("q", "dout", "lse", "delta"), ("head_dim", "head_dim_v"), "model", 2)
-DQ = Cargo("dq", "q", True, ("dq",), ("head_dim",), "grad_return", 0)
-DKV = Cargo("dkv", "kv", True, ("dk", "dv"), ("head_dim", "head_dim_v"), "grad_return", 0)
+Q = Payload("q", "q", False, ("q",), ("head_dim",), "model", 0)
+KV = Payload("kv", "kv", False, ("k", "v"), ("head_dim", "head_dim_v"), "model", 0)
+OUT = Payload("o", "q", True, ("out", "lse"), ("head_dim_v",), "out_return", 1)
+Q_GRAD = Payload("g", "q", False, ("q", "dout", "lse", "delta"), ("head_dim", "head_dim_v"), "model", 2)
+DQ = Payload("dq", "q", True, ("dq",), ("head_dim",), "grad_return", 0)
+DKV = Payload("dkv", "kv", True, ("dk", "dv"), ("head_dim", "head_dim_v"), "grad_return", 0)
 
-K = Cargo("k", "kv", False, ("k",), ("head_dim",), "model", 0)
-V = Cargo("v", "kv", False, ("v",), ("head_dim_v",), "model", 0)
-DK = Cargo("dk", "kv", True, ("dk",), ("head_dim",), "grad_return", 0)
-DV = Cargo("dv", "kv", True, ("dv",), ("head_dim_v",), "grad_return", 0)
-P = Cargo("p", "q", False, ("probabilities",), (), "model", 0)
-DP = Cargo("dp", "q", False, ("probabilities", "dout"), (), "model", 0)
-DS = Cargo("ds", "q", False, ("dlogits", "q"), (), "model", 0)
+K = Payload("k", "kv", False, ("k",), ("head_dim",), "model", 0)
+V = Payload("v", "kv", False, ("v",), ("head_dim_v",), "model", 0)
+DK = Payload("dk", "kv", True, ("dk",), ("head_dim",), "grad_return", 0)
+DV = Payload("dv", "kv", True, ("dv",), ("head_dim_v",), "grad_return", 0)
+P = Payload("p", "q", False, ("probabilities",), (), "model", 0)
+DP = Payload("dp", "q", False, ("probabilities", "dout"), (), "model", 0)
+DS = Payload("ds", "q", False, ("dlogits", "q"), (), "model", 0)
 
-CARGOS = {cargo.name: cargo for cargo in (Q, KV, OUT, Q_GRAD, DQ, DKV, K, V, DK, DV, P, DP, DS)}
+PAYLOADS = {payload.name: payload for payload in (Q, KV, OUT, Q_GRAD, DQ, DKV, K, V, DK, DV, P, DP, DS)}
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The cargo that goes down each side's routes, and the result, if any, that comes back up.
+    """The payload that goes down each side's routes, and the result, if any, that comes back up.
 
     `direction` says which half of the method it belongs to, `name` which of its passes it is.
     """
 
     name: str
     direction: Direction
-    q_down: Cargo
-    kv_down: Cargo
-    q_up: Cargo | None
-    kv_up: Cargo | None
+    q_down: Payload
+    kv_down: Payload
+    q_up: Payload | None
+    kv_up: Payload | None
 
-    def down(self, side: Side) -> Cargo:
+    def down(self, side: Side) -> Payload:
         return self.q_down if side == "q" else self.kv_down
 
-    def up(self, side: Side) -> Cargo | None:
+    def up(self, side: Side) -> Payload | None:
         return self.q_up if side == "q" else self.kv_up
 
     @cached_property
-    def cargos(self) -> tuple[Cargo, ...]:
-        """All cargos in lane order: results first, since others wait for them (paper, Appendix A)."""
-        cargos = (self.q_up, self.kv_up, self.q_down, self.kv_down)
-        return tuple(cargo for cargo in cargos if cargo is not None)
+    def payloads(self) -> tuple[Payload, ...]:
+        """All payloads in lane order: results first, since others wait for them (paper, Appendix A)."""
+        payloads = (self.q_up, self.kv_up, self.q_down, self.kv_down)
+        return tuple(payload for payload in payloads if payload is not None)
 
 
 FORWARD = Pass("forward", "forward", q_down=Q, kv_down=KV, q_up=OUT, kv_up=None)

@@ -4,19 +4,19 @@ import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from charm_megatron.lowering.decisions import Decisions, Method, Problem
+from charm_megatron.lowering.lower import Blocks, Hops, lower
+from charm_megatron.lowering.program import rank_program
 from charm_megatron.schedule.actions import Program
-from charm_megatron.schedule.decisions import Decisions, Method, Problem
-from charm_megatron.schedule.lowering import Blocks, Hops, lower
 from charm_megatron.schedule.passes import Pass
-from charm_megatron.schedule.program import rank_program
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who sends what to whom in which step, and who computes what in which tick.
+    """Who sends what to whom in which step, and who computes what in which compute step.
 
-    `depth` is how many steps a transfer may start ahead of the tick that it is planned for, plus one.
-    `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (cargo and
+    `depth` is how many steps a transfer may start ahead of the compute step that it is planned for, plus one.
+    `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (payload and
     link class) is a group of its own, which needs a transport whose lanes progress independently.
 
     `written` are programs that were read from a file rather than made from the tables.
@@ -36,14 +36,14 @@ class Schedule:
         return self.problem.cp_size
 
     @property
-    def num_steps(self) -> int:
+    def num_comm_steps(self) -> int:
         """Steps in which anything is in flight."""
-        return int(self.hops.step.max(initial=-1)) + 1
+        return int(self.hops.comm_step.max(initial=-1)) + 1
 
     @property
-    def num_ticks(self) -> int:
-        """Ticks in which anything is computed."""
-        return int(self.blocks.tick.max(initial=-1)) + 1
+    def num_compute_steps(self) -> int:
+        """Compute steps in which anything is computed."""
+        return int(self.blocks.compute_step.max(initial=-1)) + 1
 
     def program(self, rank: int) -> Program:
         """The actions of one rank. Made anew at each call."""

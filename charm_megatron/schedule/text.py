@@ -6,7 +6,7 @@
     accumulate o3<0
     free kv1
 
-A piece is a cargo (q, kv, o, g, dq, dkv), a chunk, `.head group` when not 0, and `<rank` for a partial result
+A piece is a payload (q, kv, o, g, dq, dkv), a chunk, `.head group` when not 0, and `<rank` for a partial result
 received from that rank; `~copy` marks a piece that comes once more. A post is identified by step and order. An
 attend without a mask word is of full blocks; `causal` is the lower triangle of chunks that meet themselves;
 `band LOWEST:HIGHEST` the elements (a, b) of one block with LOWEST <= a - b <= HIGHEST.
@@ -23,17 +23,17 @@ from charm_megatron.schedule.actions import (
     Free,
     Key,
     Message,
-    Name,
+    Piece,
     Post,
     Program,
     Wait,
 )
-from charm_megatron.schedule.passes import CARGOS
+from charm_megatron.schedule.passes import PAYLOADS
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import Band
 
 _NAME = re.compile(
-    r"(?P<cargo>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:~(?P<copy>\d+))?(?:<(?P<src>\d+))?"
+    r"(?P<payload>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:~(?P<copy>\d+))?(?:<(?P<src>\d+))?"
 )
 _BAND = re.compile(r"(-?\d+):(-?\d+)")
 _KEY = re.compile(r"(\d+)\.(\d+)")
@@ -72,15 +72,15 @@ def _parse_key(text: str, line: str) -> Key:
     return Key(int(match[1]), int(match[2]))
 
 
-def _parse_name(word: str, line: str) -> Name:
+def _parse_name(word: str, line: str) -> Piece:
     match = _NAME.fullmatch(word)
-    if not match or match["cargo"] not in CARGOS:
+    if not match or match["payload"] not in PAYLOADS:
         raise ScheduleSyntaxError(
             f"{line.strip()!r}: {word!r} is not a piece, such as q3, kv3.1 or o3<5; "
-            f"cargos are {', '.join(CARGOS)}"
+            f"payloads are {', '.join(PAYLOADS)}"
         )
     src = -1 if match["src"] is None else int(match["src"])
-    return Name(match["cargo"], int(match["chunk"]), int(match["head"] or 0), src, int(match["copy"] or 0))
+    return Piece(match["payload"], int(match["chunk"]), int(match["head"] or 0), src, int(match["copy"] or 0))
 
 
 def _parse_attend(words: list[str], line: str) -> Attend:
@@ -90,8 +90,8 @@ def _parse_attend(words: list[str], line: str) -> Attend:
     elif words[-2:-1] == ["band"]:
         band, words = _parse_band(words[-1], line), words[:-2]
     names = [_parse_name(word, line) for word in words]
-    q = tuple(name for name in names if CARGOS[name.cargo].side == "q")
-    kv = tuple(name for name in names if CARGOS[name.cargo].side == "kv")
+    q = tuple(name for name in names if PAYLOADS[name.payload].side == "q")
+    kv = tuple(name for name in names if PAYLOADS[name.payload].side == "kv")
     if not q or not kv:
         raise ScheduleSyntaxError(f"{line.strip()!r}: attend needs pieces of both sides, such as q3 kv1")
     if band and len(q) + len(kv) > 2:
@@ -125,7 +125,7 @@ def schedule_header(schedule: Schedule) -> str:
     problem = schedule.problem
     return (
         f"{schedule.name} {schedule.pass_.name}: {schedule.cp_size} ranks, domains [{problem.domains}], "
-        f"layout {problem.sharding.layout}, mask {problem.mask}, {schedule.num_steps} steps, "
+        f"layout {problem.sharding.layout}, mask {problem.mask}, {schedule.num_comm_steps} steps, "
         f"digest {schedule.digest[:16]}"
     )
 

@@ -6,14 +6,14 @@ from charm_megatron.errors import ScheduleDisagreement, TopologyError
 from charm_megatron.topology.domains import Domains, domains_from_hosts, even_domains
 from charm_megatron.topology.places import (
     Place,
-    Told,
+    RankFacts,
     domains_from_groups,
     domains_from_islands,
     domains_from_numa,
 )
 
 
-def domains_from_told(told: Sequence[Told]) -> tuple[Domains, str]:
+def domains_from_facts(told: Sequence[RankFacts]) -> tuple[Domains, str]:
     """The domains by what `told[cp_rank]` says, and the reason for the receipt.
 
     Pure, and the words are the same everywhere: so are domains, reason and error. Raises `ScheduleDisagreement`
@@ -33,14 +33,14 @@ def domains_from_told(told: Sequence[Told]) -> tuple[Domains, str]:
     return domains, reason + _slurm_differs(told)
 
 
-def _by_rule(told: Sequence[Told]) -> tuple[Domains, str]:
+def _by_rule(told: Sequence[RankFacts]) -> tuple[Domains, str]:
     declared, places = told[0].declared, [one.place for one in told]
     words = " ".join(map(str, places))
     if declared.isdecimal():
         return even_domains(len(told), int(declared)), f"as set by charm.domains: {declared}"
     match declared:
         case "hosts":
-            return domains_from_hosts([place.host for place in places]), "one a host"
+            return domains_from_hosts([place.host for place in places]), "one per host"
         case "numa":
             return domains_from_numa(places), f"one a NUMA node: {words}"
         case "nvlink":
@@ -49,7 +49,7 @@ def _by_rule(told: Sequence[Told]) -> tuple[Domains, str]:
             return domains_from_groups(places, told[0].groups), f"as {path} says: {words}"
 
 
-def _require_known(told: Sequence[Told]) -> None:
+def _require_known(told: Sequence[RankFacts]) -> None:
     problems = {rank: one.problem for rank, one in enumerate(told) if one.problem is not None}
     if not problems:
         return
@@ -62,7 +62,7 @@ def _require_known(told: Sequence[Told]) -> None:
     )
 
 
-def _slurm_differs(told: Sequence[Told]) -> str:
+def _slurm_differs(told: Sequence[RankFacts]) -> str:
     """Said where SLURM and the hosts' own names split the ranks differently, of which one must be mistaken.
 
     Machines of one name look like one host, containers with names of their own on one machine like several.

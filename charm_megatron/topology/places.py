@@ -37,7 +37,7 @@ Groups = tuple[tuple[Place, ...], ...]
 
 
 @dataclass(frozen=True)
-class Told:
+class RankFacts:
     """What a rank tells the others of itself before they plan."""
 
     declared: str
@@ -72,7 +72,7 @@ def domains_from_numa(places: Sequence[Place]) -> Domains:
     return domains_from_hosts([str(place) for place in places])
 
 
-def domains_from_islands(told: Sequence[Told]) -> Domains:
+def domains_from_islands(told: Sequence[RankFacts]) -> Domains:
     """One domain for each NVLink island of each host.
 
     Raises `TopologyError` where ranks of one host see different GPUs: their islands have no common numbers, and

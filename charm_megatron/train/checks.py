@@ -11,8 +11,8 @@ from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
 from charm_megatron.schedule.json_form import load_schedule
 from charm_megatron.topology import Domains, even_domains, one_domain
-from charm_megatron.topology.ahead import domains_of_cp_groups
 from charm_megatron.topology.domain_file import load_groups
+from charm_megatron.topology.from_launcher import domains_of_cp_groups
 from charm_megatron.train.arguments import effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder
 from charm_megatron.train.flags import RESUME

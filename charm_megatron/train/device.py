@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from charm_megatron.mcore.swap import wrapped
+from charm_megatron.mcore.monkeypatch import wrapped
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Any
 from charm_megatron.config import RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput
 from charm_megatron.mcore.compat import require_pretraining
-from charm_megatron.topology.ahead import ranks_of_hosts
+from charm_megatron.topology.from_launcher import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
 from charm_megatron.train.pretrain import Summary, summarize
 from charm_megatron.train.rank import RankJob

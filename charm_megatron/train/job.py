@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.executor import AttentionRuntime
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.compat import wheel_repairs
 from charm_megatron.mcore.install import charm_attention_installed
 from charm_megatron.mcore.logger import numbers_in_megatron_logs
-from charm_megatron.mcore.shared import Notices, SplitAttention
 from charm_megatron.train.arguments import command_line
 from charm_megatron.train.data import TextFolder, build_dataset, check_size
 from charm_megatron.train.device import initialize_groups, stand_in_for_cuda

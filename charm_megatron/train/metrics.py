@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from charm_megatron.mcore.swap import wrapped
+from charm_megatron.mcore.monkeypatch import wrapped
 
 LOSS = "lm loss"
 """The name under which `job.loss_function` reports the loss to Megatron."""

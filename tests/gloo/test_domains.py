@@ -70,7 +70,7 @@ def first_line(domains: str | Sequence[str], stages: Sequence[Stage]) -> str:
 def test_domains_are_found_in_what_ranks_say_of_their_place(tmp_path: Path) -> None:
     scattered = [Stage(Place(host, numa)) for host, numa in (("a", 0), ("b", 0), ("a", 1), ("b", 0))]
     assert first_line("hosts", scattered) == (
-        "context parallelism: 4 ranks in 2 domains [0 2 | 1 3], one a host"
+        "context parallelism: 4 ranks in 2 domains [0 2 | 1 3], one per host"
     )
     assert first_line("numa", scattered) == (
         "context parallelism: 4 ranks in 3 domains [0 | 1 3 | 2], one a NUMA node: a:0 b:0 a:1 b:0"
@@ -84,7 +84,7 @@ def test_domains_are_found_in_what_ranks_say_of_their_place(tmp_path: Path) -> N
 
 def test_a_group_may_have_one_rank_a_host() -> None:
     assert first_line("hosts", [Stage(Place(name)) for name in "abcd"]) == (
-        "context parallelism: 4 ranks in 4 domains [0 | 1 | 2 | 3], one a host"
+        "context parallelism: 4 ranks in 4 domains [0 | 1 | 2 | 3], one per host"
     )
 
 
@@ -227,6 +227,6 @@ def told_of_a_cpu(rank: int, size: int) -> tuple[str, str]:
 
 
 def test_a_rank_on_a_cpu_knows_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(run_ranks(told_of_a_cpu, 2)) == {("0 1", "one a host")}
+    assert set(run_ranks(told_of_a_cpu, 2)) == {("0 1", "one per host")}
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    assert set(run_ranks(told_of_a_cpu, 2)) == {("0 1", "one a host")}
+    assert set(run_ranks(told_of_a_cpu, 2)) == {("0 1", "one per host")}

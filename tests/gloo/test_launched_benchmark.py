@@ -27,7 +27,7 @@ END_S = 60  # later ranks and peers of a lost one give up after 10 to 30 s by th
 # The command, in which rank 1 fails once its group is made: on its own, or with all others at once.
 FAULTY = """
 import os
-from charm_megatron.bench import operator_rank
+from charm_megatron.bench import rank as operator_rank
 
 def fail(workload, rank, num_ranks):
     if rank == 1 or {all}:

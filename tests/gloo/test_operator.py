@@ -17,13 +17,13 @@ from charm_megatron.errors import (
     WorkloadError,
 )
 from charm_megatron.executor import AttentionRuntime
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import PLANNERS, plan
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import full_attention, relative_error
 from tests.ranks import run_ranks

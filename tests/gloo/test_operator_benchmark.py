@@ -14,17 +14,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from charm_megatron.bench import namespaces, operator, peer_check
+from charm_megatron.bench import operator
 from charm_megatron.bench.cluster import Cluster, launched_cluster
-from charm_megatron.bench.network import Profile
 from charm_megatron.bench.operator import OperatorCase, OperatorRow, as_json, planned, run_case
 from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
-from charm_megatron.bench.standing import standings
-from charm_megatron.bench.unsharded import relative_error
+from charm_megatron.bench.verdict import standings
 from charm_megatron.cli.main import app
+from charm_megatron.cost.wire import traffic
 from charm_megatron.errors import LaunchError, TopologyError
-from charm_megatron.schedule.wire import traffic
+from charm_megatron.kernels.unsharded import relative_error
+from charm_megatron.peers import check as peer_check
+from charm_megatron.testbed import namespaces
+from charm_megatron.testbed.profile import Profile
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
 pytestmark = pytest.mark.gloo
@@ -166,8 +168,8 @@ ORPHANS = """
 import os, sys, time
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import run_on_ranks
-from charm_megatron.bench.standing import standings
-from charm_megatron.bench.unsharded import relative_error
+from charm_megatron.bench.verdict import standings
+from charm_megatron.kernels.unsharded import relative_error
 
 def sleep(tell, rank, num_ranks):
     print(os.getpid(), flush=True)

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from charm_megatron.bench import flash_attn_on_cpu, peers
 from charm_megatron.bench.modelled import ModelledKernel
-from charm_megatron.bench.peer_calls import make_call
-from charm_megatron.bench.peer_check import PeerCheck, check_peer
-from charm_megatron.bench.peers import PEERS, peer_named, tokens_of, why_not
 from charm_megatron.errors import ConfigError
 from charm_megatron.kernels import ReferenceKernel
+from charm_megatron.peers import flash_attn_on_cpu
+from charm_megatron.peers import registry as peers
+from charm_megatron.peers.calls import make_call
+from charm_megatron.peers.check import PeerCheck, check_peer
+from charm_megatron.peers.registry import PEERS, peer_named, tokens_of, why_not
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import relative_error
 from tests.ranks import run_ranks

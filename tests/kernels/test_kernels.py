@@ -179,8 +179,8 @@ def test_inputs_may_be_views_of_wider_rows(kernel: BlockKernel, offset: int, cau
 @every_cpu_kernel
 def test_keys_and_values_may_be_interleaved_and_rows_may_be_a_slice(kernel: BlockKernel) -> None:
     case = make_case(s_q=20, s_k=30, group=2, d=24, d_v=16)
-    cargo = torch.cat([case.k, case.v], dim=-1)
-    longer = torch.cat([torch.full_like(cargo, math.nan), cargo])[30:]
+    payload = torch.cat([case.k, case.v], dim=-1)
+    longer = torch.cat([torch.full_like(payload, math.nan), payload])[30:]
     out, lse = kernel.forward(case.q, longer[..., :24], longer[..., 24:], causal=False, softmax_scale=SCALE)
     assert relative_error(out, case.out) < 1e-12
     assert relative_error(lse, case.lse) < 1e-12
@@ -311,8 +311,8 @@ def test_cuda_operators_accept_our_arguments_and_give_the_promised_shapes(
 ) -> None:
     kernel, dtype = TorchCudaKernel(), torch.bfloat16
     q = torch.empty(32, 2, 8, d + 8, dtype=dtype, device="meta")[..., :d]
-    cargo = torch.empty(32, 2, 2, d + d_v, dtype=dtype, device="meta")
-    k, v = cargo[..., :d], cargo[..., d:]
+    payload = torch.empty(32, 2, 2, d + d_v, dtype=dtype, device="meta")
+    k, v = payload[..., :d], payload[..., d:]
     out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=SCALE)
     assert (out.shape, out.dtype) == ((32, 2, 8, d_v), dtype)
     assert (lse.shape, lse.dtype) == ((32, 2, 8), torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from charm_megatron.bench.unsharded import (
+from charm_megatron.kernels.unsharded import (
     assembled,
     draw_shard,
     relative_error,

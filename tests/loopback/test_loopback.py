@@ -6,17 +6,17 @@ from operator import or_
 import pytest
 import torch
 
+from charm_megatron.cost.report import peak_buffers
+from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError, ScheduleFault
 from charm_megatron.executor.loopback import LoopbackGroup
 from charm_megatron.kernels import ReferenceKernel
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.passes import FORWARD
-from charm_megatron.schedule.report import peak_buffers
 from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_program
-from charm_megatron.schedule.wire import make_wire_format, traffic
+from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload

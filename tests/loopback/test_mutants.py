@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.executor.attention import ForwardResult
 from charm_megatron.executor.loopback import LoopbackGroup, run_phases_together
@@ -14,11 +15,10 @@ from charm_megatron.executor.run import RankPlan
 from charm_megatron.kernels import ReferenceKernel
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.actions import Accumulate, Attend, Free, Key, Post, Wait
-from charm_megatron.schedule.check import check_programs
 from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.schedule.wire import make_wire_format
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_programs
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 from tests.full_attention import full_attention, relative_error
 

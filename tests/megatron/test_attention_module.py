@@ -12,8 +12,8 @@ from torch import Tensor
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.attention import core_attention_class
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.install import charm_attention_installed
-from charm_megatron.mcore.shared import SplitAttention
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
 pytestmark = [

@@ -13,9 +13,9 @@ from charm_megatron.cli.main import app
 from charm_megatron.config import load_run_config, variant_names
 from charm_megatron.errors import InvalidInput
 from charm_megatron.executor.runtime import plan_schedules
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.check_tables import check_tables
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.verify.tables import check_tables
 from charm_megatron.workload import Workload
 
 pytestmark = pytest.mark.megatron

@@ -15,7 +15,7 @@ import torch
 import megatron.training.training
 from charm_megatron.mcore.compat import COMPILE_HELPERS
 from charm_megatron.mcore.install import LOCAL_CORE_ATTENTION
-from charm_megatron.mcore.swap import MissingTarget, resolve
+from charm_megatron.mcore.monkeypatch import MissingTarget, resolve
 from charm_megatron.train import device, metrics
 
 targets = [patch.target for patch in device.PATCHES]

@@ -8,9 +8,9 @@ from unittest import mock
 import megatron.training  # noqa: F401  # what is replaced below
 import pytest
 
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.logger import TRAINING_LOG, numbers_in_megatron_logs
-from charm_megatron.mcore.shared import Notices, SplitAttention
-from charm_megatron.mcore.swap import resolve
+from charm_megatron.mcore.monkeypatch import resolve
 
 pytestmark = pytest.mark.megatron
 

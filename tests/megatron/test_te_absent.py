@@ -9,7 +9,7 @@ import pytest
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import compat
-from charm_megatron.mcore.shared import SplitAttention
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.te_attention import te_core_attention_class
 
 pytestmark = pytest.mark.megatron

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from charm_megatron.bench import namespaces
 from charm_megatron.cli.main import app
+from charm_megatron.testbed import namespaces
 
 REASON = namespaces.why_unavailable()
 pytestmark = [pytest.mark.net, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

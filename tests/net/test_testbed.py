@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from charm_megatron.bench import kept, namespaces, testbed
-from charm_megatron.bench.network import Profile
-from charm_megatron.bench.network_commands import Names
-from charm_megatron.bench.probe import Scene, probe
 from charm_megatron.errors import InvalidInput, LaunchError, NetworkFault, TransferTimeout
+from charm_megatron.testbed import namespaces
+from charm_megatron.testbed import network as testbed
+from charm_megatron.testbed import persistent as kept
+from charm_megatron.testbed.commands import Names
+from charm_megatron.testbed.probe import Scene, probe
+from charm_megatron.testbed.profile import Profile
 
 REASON = namespaces.why_unavailable()
 pytestmark = [pytest.mark.net, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -29,8 +31,8 @@ ACROSS = Scene("across", ((0, 2), (1, 3)))
 
 OWNER = """
 import os, subprocess, sys, time
-from charm_megatron.bench import testbed
-from charm_megatron.bench.network import Profile
+from charm_megatron.testbed import network as testbed
+from charm_megatron.testbed.profile import Profile
 
 with testbed.Testbed(Profile.model_validate_json(sys.argv[1])) as net:
     sleeper = net.popen(1, ["sleep", "1000"])

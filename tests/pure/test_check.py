@@ -3,15 +3,15 @@
 import pytest
 
 from charm_megatron.errors import ScheduleFault
+from charm_megatron.lowering.decisions import Decisions, Problem, owner_by_homes, shard_routes
 from charm_megatron.planner import plan
-from charm_megatron.schedule.check import check_programs, check_schedule
-from charm_megatron.schedule.decisions import Decisions, Problem, owner_by_homes, shard_routes
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.schedule.schedule import make_schedule, make_schedules
-from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_action, parse_program
+from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_programs, check_schedule
 from charm_megatron.workload import NO_MASK
 
 pytestmark = pytest.mark.pure

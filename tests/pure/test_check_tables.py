@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from charm_megatron.errors import ScheduleFault
+from charm_megatron.lowering.lower import Hops
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.check_tables import check_tables
-from charm_megatron.schedule.lowering import Hops
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.verify.tables import check_tables
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
 pytestmark = pytest.mark.pure
@@ -77,13 +77,13 @@ def test_mutated_tables_that_pass_have_programs_that_pass(name, direction):
 
 
 @pytest.mark.parametrize(
-    ("column", "message"), [("rank", "before it has arrived"), ("tick", "before it has arrived")]
+    ("column", "message"), [("rank", "before it has arrived"), ("compute_step", "before it has arrived")]
 )
 def test_blocks_that_come_too_early_or_elsewhere_are_refused(column, message):
     (schedule,) = schedules("ring", 1, 4, "forward", mask=NO_MASK)
     changed = getattr(schedule.blocks, column).copy()
-    late = int(np.argmax(schedule.blocks.tick))
-    changed[late] = 0 if column == "tick" else (changed[late] + 1) % 4
+    late = int(np.argmax(schedule.blocks.compute_step))
+    changed[late] = 0 if column == "compute_step" else (changed[late] + 1) % 4
     with pytest.raises(ScheduleFault, match=message):
         check_tables(replace(schedule, blocks=replace(schedule.blocks, **{column: changed})))
 

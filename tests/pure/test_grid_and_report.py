@@ -7,12 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from charm_megatron.planner import PLANNERS
-from charm_megatron.schedule.actions import Name
-from charm_megatron.schedule.grid import format_grid, num_rows, words
-from charm_megatron.schedule.lowering import Blocks, Hops
-from charm_megatron.schedule.passes import FORWARD
-from charm_megatron.schedule.report import (
+from charm_megatron.cost.model import CostModel, Link
+from charm_megatron.cost.report import (
     Buffers,
     Lifetime,
     assign_slots,
@@ -22,13 +18,18 @@ from charm_megatron.schedule.report import (
     peak_buffers,
     report,
 )
+from charm_megatron.cost.timeline import evaluate
+from charm_megatron.cost.wire import make_wire_format
+from charm_megatron.lowering.lower import Blocks, Hops
+from charm_megatron.planner import PLANNERS
+from charm_megatron.schedule.actions import Piece
+from charm_megatron.schedule.passes import FORWARD
 from charm_megatron.schedule.schedule import Schedule
-from charm_megatron.schedule.tables import written_schedule
 from charm_megatron.schedule.text import parse_program
-from charm_megatron.schedule.wire import make_wire_format
-from charm_megatron.simulator import CostModel, Link, evaluate
-from charm_megatron.simulator.draw import draw_rank, draw_timelines, one_after_another
-from charm_megatron.simulator.perfetto import chrome_trace
+from charm_megatron.schedule.written import written_schedule
+from charm_megatron.show.draw import draw_rank, draw_timelines, one_after_another
+from charm_megatron.show.grid import format_grid, num_rows, words
+from charm_megatron.show.perfetto import chrome_trace
 from charm_megatron.topology import even_domains, one_domain
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.planned import cut, schedule, schedules
@@ -103,9 +104,9 @@ def test_blocks_that_are_in_no_table_stand_at_the_last_post_before_them():
 
 def test_three_or_more_consecutive_chunks_are_one_word():
     chunks = [0, 1, 3, 4, 5, 6, 9]
-    assert words([Name("kv", chunk) for chunk in chunks]) == "kv0 kv1 kv3..kv6 kv9"
-    assert words([Name("q", chunk, 2) for chunk in range(3)]) == "q0.2..q2.2"
-    assert words([Name("q", 0), Name("q", 1, 1), Name("q", 2, 2)]) == "q0 q1.1 q2.2"
+    assert words([Piece("kv", chunk) for chunk in chunks]) == "kv0 kv1 kv3..kv6 kv9"
+    assert words([Piece("q", chunk, 2) for chunk in range(3)]) == "q0.2..q2.2"
+    assert words([Piece("q", 0), Piece("q", 1, 1), Piece("q", 2, 2)]) == "q0 q1.1 q2.2"
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -130,7 +131,7 @@ def test_the_numbers_of_a_ring_over_two_domains():
     assert got.traffic.inside_bytes.tolist() == [3 * KV_BYTES, 0, 3 * KV_BYTES, 0]
     assert got.traffic.across_bytes.tolist() == [0, 3 * KV_BYTES, 0, 3 * KV_BYTES]
     assert got.traffic.total_messages.tolist() == [3] * 4
-    assert (got.num_steps, got.num_ticks, got.longest_chain, got.exposed_steps) == (3, 4, 3, 0)
+    assert (got.num_comm_steps, got.num_compute_steps, got.longest_chain, got.exposed_steps) == (3, 4, 3, 0)
     assert not got.exposed_bytes.any()
 
 
@@ -142,13 +143,13 @@ def test_the_last_hop_home_of_a_backward_ring_is_exposed():
     assert got.exposed_bytes.tolist() == [DKV_BYTES] * 4
 
 
-PASS_TICKS = 3
+PASS_STEPS = 3
 """The own block, and those of the two exchanges of four ranks."""
 
 
-def charm_ticks(name, num_domains):
-    """Together, the visiting Qs arrive one a tick before the only pass begins; else each has a pass of its own."""
-    return num_domains - 1 + PASS_TICKS if name == "charm_together" else num_domains * PASS_TICKS
+def charm_compute_steps(name, num_domains):
+    """Together, one visiting Q arrives per step before the only pass begins; else each has a pass of its own."""
+    return num_domains - 1 + PASS_STEPS if name == "charm_together" else num_domains * PASS_STEPS
 
 
 @pytest.mark.parametrize("num_domains", [2, 3, 4])
@@ -159,8 +160,8 @@ def test_of_charm_only_outputs_that_cross_are_exposed(name, num_domains):
     made, wire = plain(name, even_domains(size, num_domains))
     got = report([made], wire)
     num_late = num_domains - 1 if name == "charm_together" else 1
-    assert got.num_ticks == charm_ticks(name, num_domains)
-    assert (got.num_steps, got.exposed_steps) == (got.num_ticks + 1, 1)
+    assert got.num_compute_steps == charm_compute_steps(name, num_domains)
+    assert (got.num_comm_steps, got.exposed_steps) == (got.num_compute_steps + 1, 1)
     assert got.exposed_bytes.tolist() == [num_late * OUT_BYTES] * size
     assert got.traffic.across_bytes.tolist() == [(num_domains - 1) * (Q_BYTES + OUT_BYTES)] * size
 
@@ -169,8 +170,8 @@ def test_of_charm_only_outputs_that_cross_are_exposed(name, num_domains):
 def test_of_charms_backward_the_last_partners_kv_gradient_is_exposed_too(name):
     made, wire = plain(name, even_domains(8, 2), "backward")
     got = report([made], wire)
-    assert got.num_ticks == charm_ticks(name, 2)
-    assert (got.num_steps, got.exposed_steps) == (got.num_ticks + 1, 1)
+    assert got.num_compute_steps == charm_compute_steps(name, 2)
+    assert (got.num_comm_steps, got.exposed_steps) == (got.num_compute_steps + 1, 1)
     assert got.exposed_bytes.tolist() == [DQ_BYTES + DKV_BYTES] * 8
 
 
@@ -188,7 +189,7 @@ def test_phases_add_up():
     problem = cut("ring_self_attention", one_domain(3), heads=(2, 1))
     phases = schedules("ring_self_attention", problem)
     got = report(phases, wire_of(problem))
-    assert (got.num_steps, got.num_ticks, got.longest_chain) == (4, 6, 4)
+    assert (got.num_comm_steps, got.num_compute_steps, got.longest_chain) == (4, 6, 4)
     assert got.traffic.total_bytes.tolist() == [2 * KV_BYTES] * 3  # K goes round, then V: half a KV each
 
 

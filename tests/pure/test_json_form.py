@@ -7,11 +7,11 @@ import pytest
 
 from charm_megatron.errors import InvalidInput, ScheduleFault, ScheduleSyntaxError
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.check import check_schedule
 from charm_megatron.schedule.json_form import from_json, load_schedule, to_json
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import NO_MASK, Mask
 
 pytestmark = pytest.mark.pure
@@ -37,8 +37,8 @@ def test_every_schedule_reads_back_with_its_tables(name):
         assert loaded.problem == schedules[0].problem
         for theirs, ours in zip(loaded.schedules, schedules, strict=True):
             assert [theirs.program(rank) for rank in range(3)] == [ours.program(rank) for rank in range(3)]
-            assert theirs.num_steps == ours.num_steps
-            assert len(theirs.hops.step) == len(ours.hops.step)
+            assert theirs.num_comm_steps == ours.num_comm_steps
+            assert len(theirs.hops.comm_step) == len(ours.hops.comm_step)
             assert len(theirs.blocks.rank) == len(ours.blocks.rank)
             check_schedule(theirs)
         assert to_json(name, loaded.schedules) == data
@@ -70,7 +70,7 @@ def changed(**changes):
         ({"phases__0__programs": [["post 0.0"]]}, "1 programs for 2 ranks"),
         ({"phases__0__programs": [["jump"], []]}, "unknown action 'jump'"),
         ({"phases__0__programs": [["free q9"], ["attend q9 kv0"]]}, "there is no q9"),
-        ({"phases__0__programs": [["attend g0 kv0"], []]}, "g0 is no cargo of pass forward"),
+        ({"phases__0__programs": [["attend g0 kv0"], []]}, "g0 is no payload of pass forward"),
         ({"phases": []}, "phases"),
         ({"surplus": 1}, "surplus"),
     ],

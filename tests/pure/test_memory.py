@@ -4,8 +4,8 @@ import pytest
 
 from charm_megatron.cli.memory import predict
 from charm_megatron.config import CharmConfig
-from charm_megatron.schedule.memory import own_bytes, paper_bytes
-from charm_megatron.simulator.paper_memory import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
+from charm_megatron.cost.memory import own_bytes, paper_bytes
+from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import Workload
 

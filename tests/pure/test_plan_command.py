@@ -182,7 +182,9 @@ def test_compare_puts_schedules_side_by_side_against_the_first(run):
     )
     assert result.exit_code == 0, result.output
     assert rows(result.stdout, "steps")[0] == ["7", "5", "7"]
-    assert rows(result.stdout, "ticks") == [["8", "5", "6"]]  # charm: two passes of 3 ticks, and outputs home
+    assert rows(result.stdout, "compute steps") == [
+        ["8", "5", "6"]
+    ]  # charm: two passes of 3 compute steps, and outputs home
     assert rows(result.stdout, "longest chain of transfers") == [["7", "2", "4"]]
     speeds = rows(result.stdout, "speed, ring = 1")[0]
     assert speeds[0] == "1.00"
@@ -337,7 +339,7 @@ def test_check_sums_up_each_pass(run, saved):
     assert result.exit_code == 0
     assert "charm is right: 4 ranks on 2 nodes, zigzag, mask causal, 256 tokens" in result.stdout
     forward = rows(result.stdout, "forward")[0]
-    # steps: two passes of 2 ticks, and outputs home; blocks: 8 * 9 / 2; messages: 3 a rank
+    # steps: two passes of 2 compute steps, and outputs home; blocks: 8 * 9 / 2; messages: 3 a rank
     assert forward[:3] == ["5", "36", "12"]
     assert " ".join(forward[3:]).startswith("7 kv, 6 o, 6 q")  # halves where that is enough
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import plan, shape
 from charm_megatron.planner.grid import hop_order, rows_of
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.decisions import Problem
-from charm_megatron.schedule.wire import make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
-from tests.planned import DIRECTIONS, assert_is_one_sentence, cargos, cut, hops_of, schedule, schedules
+from tests.planned import DIRECTIONS, assert_is_one_sentence, cut, hops_of, payloads, schedule, schedules
 
 pytestmark = pytest.mark.pure
 
@@ -40,10 +40,10 @@ def sent_bytes(name, domains, direction="forward", *, heads=None, per_rank=32):
     return traffic(*made, wire=make_wire_format(workload, problem)), rows * HEAD_DIM * 2, rows * 4
 
 
-def assert_steps_are_matchings(made, cargo):
+def assert_steps_are_matchings(made, payload):
     """In each step a rank sends to at most one other, and gets from the same one."""
-    for step in {step for step, *_ in hops_of(made, cargo)}:
-        pairs = {(src, dst) for at, _, src, dst in hops_of(made, cargo) if at == step}
+    for step in {step for step, *_ in hops_of(made, payload)}:
+        pairs = {(src, dst) for at, _, src, dst in hops_of(made, payload) if at == step}
         assert len({src for src, _ in pairs}) == len(pairs)
         assert {(dst, src) for src, dst in pairs} == pairs
 
@@ -51,7 +51,7 @@ def assert_steps_are_matchings(made, cargo):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_all_gather_has_one_step_and_one_attention_after_it(size):
     made = schedule("all_gather", cut("all_gather", one_domain(size)))
-    assert (made.num_steps, made.num_ticks) == (1, 2)
+    assert (made.num_comm_steps, made.num_compute_steps) == (1, 2)
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8, 16])
@@ -70,23 +70,23 @@ def test_pass_q_moves_queries_and_outputs_and_no_kv(size):
     sent, q_bytes, lse_bytes = sent_bytes("pass_q", one_domain(size))
     assert set(sent.total_bytes) == {(size - 1) * (2 * q_bytes + lse_bytes)}
     made = schedule("pass_q", cut("pass_q", one_domain(size)))
-    assert cargos(made) == ({"q", "o"} if size > 1 else set())
+    assert payloads(made) == ({"q", "o"} if size > 1 else set())
 
 
 def test_burst_backward_moves_kv_forward_and_queries_with_gradients_backward():
     problem = cut("burst_backward", one_domain(4))
-    assert cargos(schedule("burst_backward", problem)) == {"kv"}
-    assert cargos(schedule("burst_backward", problem, "backward")) == {"g", "dq"}
-    sent, q_bytes, scalar_bytes = sent_bytes("burst_backward", one_domain(4), "backward")
-    assert set(sent.total_bytes) == {3 * (2 * q_bytes + 2 * scalar_bytes + 2 * q_bytes)}
+    assert payloads(schedule("burst_backward", problem)) == {"kv"}
+    assert payloads(schedule("burst_backward", problem, "backward")) == {"g", "dq"}
+    sent, q_bytes, stat_bytes = sent_bytes("burst_backward", one_domain(4), "backward")
+    assert set(sent.total_bytes) == {3 * (2 * q_bytes + 2 * stat_bytes + 2 * q_bytes)}
 
 
 def test_ring_self_attention_goes_two_rounds_either_way_and_queries_stay():
     problem = cut("ring_self_attention", one_domain(4), "zigzag", CAUSAL)
     keys, values = schedules("ring_self_attention", problem)
-    assert [cargos(keys), cargos(values)] == [{"k"}, {"v"}]
+    assert [payloads(keys), payloads(values)] == [{"k"}, {"v"}]
     values, keys = schedules("ring_self_attention", problem, "backward")
-    assert [cargos(values), cargos(keys)] == [{"v", "dv"}, {"k", "dk"}]
+    assert [payloads(values), payloads(keys)] == [{"v", "dv"}, {"k", "dk"}]
 
 
 @pytest.mark.parametrize("grid", [(1, 4), (2, 4), (3, 3), (4, 2), (8, 1)])
@@ -97,9 +97,9 @@ def test_double_ring_crosses_once_for_each_other_domain_and_starts_under_the_win
     crossings = Counter(piece for _, piece, src, dst in hops_of(made, "kv") if domains.crosses(src, dst))
     assert set(crossings.values()) == ({num_domains - 1} if num_domains > 1 else set())
     assert {step % size for step, _, src, dst in hops_of(made, "kv") if domains.crosses(src, dst)} <= {0}
-    ticks = Counter(zip(made.blocks.rank.tolist(), made.blocks.tick.tolist(), strict=True))
-    assert set(ticks.values()) == {1}, "one shard a tick"
-    assert made.num_ticks == num_domains * size
+    compute_steps = Counter(zip(made.blocks.rank.tolist(), made.blocks.compute_step.tolist(), strict=True))
+    assert set(compute_steps.values()) == {1}, "one shard a compute step"
+    assert made.num_compute_steps == num_domains * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -142,7 +142,7 @@ def test_hierarchical_is_ulysses_in_one_domain_and_a_ring_of_domains_with_one_ra
     for domains, other in ((one_domain(4), "ulysses"), (even_domains(4, 4), "ring")):
         made = schedule("hierarchical", cut("hierarchical", domains, "zigzag", CAUSAL))
         same = schedule(other, cut(other, domains, "zigzag", CAUSAL))
-        assert len(made.hops.step) == len(same.hops.step)
+        assert len(made.hops.comm_step) == len(same.hops.comm_step)
         assert sorted(zip(made.hops.src, made.hops.dst, strict=True)) == sorted(
             zip(same.hops.src, same.hops.dst, strict=True)
         )
@@ -176,7 +176,7 @@ def test_tasp_sends_equally_much_over_every_directed_link_in_every_step(size):
         tokens[step, src, dst] += int(problem.lengths[piece])
     assert set(tokens.values()) == {2}
     assert len(tokens) == (size - 1) * size * (size - 1)
-    assert made.num_ticks == size
+    assert made.num_compute_steps == size
 
 
 def test_tasp_notes_when_a_shard_has_too_few_chunks_for_all_rings():
@@ -209,11 +209,11 @@ def test_grids_send_q_and_outputs_along_rows_and_kv_along_columns(name, grid):
 
 def test_attention_2d_gathers_in_one_step_and_mesh_moves_one_side_a_step():
     made = schedule("attention_2d", cut("attention_2d", one_domain(16)))
-    assert {step for cargo in ("q", "kv") for step, *_ in hops_of(made, cargo)} == {0}
+    assert {step for payload in ("q", "kv") for step, *_ in hops_of(made, payload)} == {0}
     made = schedule("mesh", cut("mesh", one_domain(16)))
-    steps = [{step for step, *_ in hops_of(made, cargo)} for cargo in ("q", "kv")]
+    steps = [{step for step, *_ in hops_of(made, payload)} for payload in ("q", "kv")]
     assert steps == [{1, 3, 5}, {0, 2, 4}]
-    sends = Counter((step, src) for cargo in ("q", "kv") for step, _, src, _ in hops_of(made, cargo))
+    sends = Counter((step, src) for payload in ("q", "kv") for step, _, src, _ in hops_of(made, payload))
     assert set(sends.values()) == {1}
 
 
@@ -228,12 +228,12 @@ def test_hop_order_takes_every_hop_once_and_ends_with_the_longer_side(num_column
 def test_dist_flash_takes_half_the_rounds_of_a_ring_and_balances_blocks(size):
     problem = cut("dist_flash", one_domain(size), "contiguous", CAUSAL)
     made = schedule("dist_flash", problem)
-    assert made.num_ticks == size // 2 + 1
-    assert schedule("ring", problem).num_ticks == size
+    assert made.num_compute_steps == size // 2 + 1
+    assert schedule("ring", problem).num_compute_steps == size
     blocks = np.bincount(made.blocks.rank, minlength=size)
     assert blocks.max() - blocks.min() <= 1
-    ticks = Counter(zip(made.blocks.rank.tolist(), made.blocks.tick.tolist(), strict=True))
-    assert set(ticks.values()) == {1}, "one block a rank and tick"
+    compute_steps = Counter(zip(made.blocks.rank.tolist(), made.blocks.compute_step.tolist(), strict=True))
+    assert set(compute_steps.values()) == {1}, "one block a rank and compute step"
 
 
 # ---------------------------------------------------------------------- charm, one domain's queries at a time
@@ -241,11 +241,11 @@ def test_dist_flash_takes_half_the_rounds_of_a_ring_and_balances_blocks(size):
 PER_DOMAIN = ("charm_per_domain", "charm")
 
 
-def exchange_bytes(q_bytes, scalar_bytes, direction):
+def exchange_bytes(q_bytes, stat_bytes, direction):
     """(one KV exchange, one Q exchange), outputs returned in bf16 and gradients in fp32."""
     if direction == "forward":
-        return 2 * q_bytes, 2 * q_bytes + scalar_bytes
-    return (2 + 2 * 2) * q_bytes, 2 * q_bytes + 2 * scalar_bytes + 2 * q_bytes
+        return 2 * q_bytes, 2 * q_bytes + stat_bytes
+    return (2 + 2 * 2) * q_bytes, 2 * q_bytes + 2 * stat_bytes + 2 * q_bytes
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -291,17 +291,17 @@ def test_the_next_queries_cross_under_each_pass_and_outputs_under_the_pass_after
     blocks = made.blocks
     domain = np.asarray(domains.domain_of)
     passes = (domain[blocks.rank] - domain[made.problem.home[blocks.q]]) % num_domains
-    assert (blocks.tick // length == passes).all()
-    ticks = Counter(zip(blocks.rank.tolist(), blocks.tick.tolist(), strict=True))
-    assert set(ticks.values()) == {1, 2}, "the own block or those of one exchange"
+    assert (blocks.compute_step // length == passes).all()
+    compute_steps = Counter(zip(blocks.rank.tolist(), blocks.compute_step.tolist(), strict=True))
+    assert set(compute_steps.values()) == {1, 2}, "the own block or those of one exchange"
 
 
 @pytest.mark.parametrize("name", PER_DOMAIN)
 def test_inside_a_domain_each_step_of_charm_is_a_matching_on_either_side(name):
     domains = even_domains(16, 2)
     made = schedule(name, cut(name, domains))
-    for cargo in ("q", "kv"):
-        inside = [hop for hop in hops_of(made, cargo) if not domains.crosses(*hop[2:])]
+    for payload in ("q", "kv"):
+        inside = [hop for hop in hops_of(made, payload) if not domains.crosses(*hop[2:])]
         for step in {hop[0] for hop in inside}:
             pairs = {(src, dst) for at, _, src, dst in inside if at == step}
             assert {(dst, src) for src, dst in pairs} == pairs

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charm_megatron.errors import PlanError
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import PLANNERS, Shape, plan, shape
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.check_tables import check_tables
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.sharding import LAYOUTS, make_sharding, refine
 from charm_megatron.topology import Domains, even_domains, one_domain
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.verify.tables import check_tables
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 from tests.planned import DIRECTIONS, TOKENS_PER_RANK, assert_is_one_sentence, cut, schedules
 

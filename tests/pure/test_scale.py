@@ -4,11 +4,11 @@ import pytest
 
 from charm_megatron.bench.planning import measure_planning
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.check_tables import check_tables
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.verify.tables import check_tables
 
 pytestmark = pytest.mark.pure
 

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError, WorkloadError
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import plan
 from charm_megatron.planner.matchings import exchanges
 from charm_megatron.schedule.actions import Attend, Post
-from charm_megatron.schedule.check import check_schedule
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.passes import BACKWARD, FORWARD, KV
 from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.schedule.text import format_schedule
-from charm_megatron.schedule.wire import make_wire_format, traffic
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains
+from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 
 pytestmark = pytest.mark.pure
@@ -118,9 +118,9 @@ def test_inside_a_domain_each_step_has_at_most_one_kv_and_one_q_partner(name, gr
     domain = np.asarray(made.domains.domain_of)
     inside = domain[hops.src] == domain[hops.dst]
     for side in ("q", "kv"):
-        cargo = FORWARD.cargos.index(FORWARD.down(side))
-        rows = inside & (hops.cargo == cargo)
-        pairs = set(zip(hops.step[rows], hops.src[rows], hops.dst[rows], strict=True))
+        payload = FORWARD.payloads.index(FORWARD.down(side))
+        rows = inside & (hops.payload == payload)
+        pairs = set(zip(hops.comm_step[rows], hops.src[rows], hops.dst[rows], strict=True))
         for end in (1, 2):
             assert len({(pair[0], pair[end]) for pair in pairs}) == len(pairs)
 
@@ -202,14 +202,14 @@ def test_bytes_of_charm_equal_the_formulas_inside_and_across(name, grid, pass_):
 def test_a_causal_ring_with_contiguous_chunks_sends_less_than_its_formula():
     full = schedule("ring", problem(1, 4, layout="contiguous", mask=NO_MASK))
     cut = schedule("ring", problem(1, 4, layout="contiguous"))
-    assert len(cut.hops.step) < len(full.hops.step)
+    assert len(cut.hops.comm_step) < len(full.hops.comm_step)
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_the_backward_ring_is_as_long_as_the_forward_one_and_holds_as_little(size):
     made = problem(1, size)
     backward = schedule("ring", made, BACKWARD)
-    assert backward.num_steps == size + 1
+    assert backward.num_comm_steps == size + 1
     # the kv being read and the one arriving; the dkv being added to, the one leaving, the one arriving
     assert check_schedule(backward).peak_pieces <= 5 * 2
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
 from charm_megatron.config import load_run_config
+from charm_megatron.paper.tables_6_7 import ITERATIONS
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator.paper_end_to_end import ITERATIONS
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import NO_MASK
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from charm_megatron.bench import namespaces
-from charm_megatron.bench.namespaces import Mark, Owner
-from charm_megatron.bench.network import Profile, fair_rates, load_profile, shipped_profiles
-from charm_megatron.bench.network_commands import WIRE_PER_PAYLOAD, Argv, Names, up_commands
-from charm_megatron.bench.probe import expected, scenes
 from charm_megatron.cli.main import app
 from charm_megatron.errors import ConfigError
+from charm_megatron.testbed import namespaces
+from charm_megatron.testbed.commands import WIRE_PER_PAYLOAD, Argv, Names, up_commands
+from charm_megatron.testbed.namespaces import Mark, Owner
+from charm_megatron.testbed.probe import expected, scenes
+from charm_megatron.testbed.profile import Profile, fair_rates, load_profile, shipped_profiles
 
 pytestmark = pytest.mark.pure
 

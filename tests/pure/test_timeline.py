@@ -5,15 +5,16 @@ from itertools import pairwise
 
 import pytest
 
+from charm_megatron.cost.model import CostModel, Link
+from charm_megatron.cost.timeline import evaluate
+from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import WorkloadError
+from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import plan
-from charm_megatron.schedule.decisions import Problem
 from charm_megatron.schedule.passes import BACKWARD, FORWARD, KV, OUT, Q
 from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.schedule.wire import make_wire_format
 from charm_megatron.sharding import make_sharding
-from charm_megatron.simulator import CostModel, Link, evaluate
-from charm_megatron.simulator.draw import draw_timelines
+from charm_megatron.show.draw import draw_timelines
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
@@ -58,7 +59,7 @@ def test_a_ring_without_computation_takes_its_hops_one_after_the_other(size):
 def test_exchanges_of_rm_plus_wait_for_nobody_unless_their_links_are_shared():
     """4 ranks: KV and Q as one group and KV at once, then out; or all on one link."""
     _, wire = setup("rm_plus", 1, 4)
-    kv_s, q_s, out_s = (wire.piece_bytes(cargo, 0) / 1e9 for cargo in (KV, Q, OUT))
+    kv_s, q_s, out_s = (wire.piece_bytes(payload, 0) / 1e9 for payload in (KV, Q, OUT))
     alone = makespan("rm_plus", 1, 4, CostModel(FREE, Link(1e9), Link(1e9), is_shared=False))
     assert alone == pytest.approx(kv_s + out_s)
     shared = makespan("rm_plus", 1, 4, CostModel(FREE, Link(1e9), Link(1e9)))

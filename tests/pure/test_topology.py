@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 
 from charm_megatron.errors import ScheduleDisagreement, TopologyError
-from charm_megatron.topology.ahead import domains_of_cp_groups, expand_counts, ranks_of_hosts
-from charm_megatron.topology.discovery import domains_from_told
+from charm_megatron.topology.discovery import domains_from_facts
 from charm_megatron.topology.domain_file import load_groups, parse_groups
+from charm_megatron.topology.from_launcher import domains_of_cp_groups, expand_counts, ranks_of_hosts
 from charm_megatron.topology.nvidia_smi import island_of, parse_addresses, parse_topology
-from charm_megatron.topology.places import Place, Told, domains_from_groups, domains_from_numa, parse_place
+from charm_megatron.topology.places import (
+    Place,
+    RankFacts,
+    domains_from_groups,
+    domains_from_numa,
+    parse_place,
+)
 from charm_megatron.topology.sysfs import cpu_list, numa_node, numa_node_of_processors, pci_address
 
 pytestmark = pytest.mark.pure
@@ -209,9 +215,11 @@ def test_a_file_of_another_encoding_is_no_text(tmp_path: Path) -> None:
         load_groups(tmp_path / "latin.yaml")
 
 
-def told(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[Told]:
+def told(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[RankFacts]:
     names = nodes or (None,) * len(words)
-    return [Told(rule, parse_place(word), slurm_node=node) for word, node in zip(words, names, strict=True)]
+    return [
+        RankFacts(rule, parse_place(word), slurm_node=node) for word, node in zip(words, names, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,53 +234,55 @@ def told(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[Tol
     ],
 )
 def test_domains_follow_from_islands(words: tuple[str, ...], domains: str) -> None:
-    found, reason = domains_from_told(told("nvlink", *words))
+    found, reason = domains_from_facts(told("nvlink", *words))
     assert str(found) == domains
     assert reason == f"one an NVLink island: {' '.join(words)}"
 
 
 def test_ranks_of_a_host_that_see_other_gpus_have_no_common_islands() -> None:
-    seen = [Told("nvlink", Place(host, 0), gpus=(gpu,)) for host, gpu in (("a", "x"), ("b", "y"), ("a", "z"))]
+    seen = [
+        RankFacts("nvlink", Place(host, 0), gpus=(gpu,)) for host, gpu in (("a", "x"), ("b", "y"), ("a", "z"))
+    ]
     with pytest.raises(
         TopologyError, match=r"on a see different GPUs .*\(rank 0: x; rank 2: z\).*--gpus-per-node"
     ):
-        domains_from_told(seen)
-    assert str(domains_from_told(seen[:2])[0]) == "0 | 1"
+        domains_from_facts(seen)
+    assert str(domains_from_facts(seen[:2])[0]) == "0 | 1"
 
 
 def test_a_rank_that_does_not_know_its_place_is_named_with_what_would_work() -> None:
-    lost = Told("nvlink", Place("b"), problem="there is no nvidia-smi on PATH")
-    known = Told("nvlink", Place("a", 0))
+    lost = RankFacts("nvlink", Place("b"), problem="there is no nvidia-smi on PATH")
+    known = RankFacts("nvlink", Place("a", 0))
     with pytest.raises(
         TopologyError,
         match=r"^charm\.domains: nvlink does not work on context-parallel rank 1, on b: there is no nvidia-smi on "
         "PATH; set it to hosts, numa, a number or a file of domains$",
     ):
-        domains_from_told([known, lost])
+        domains_from_facts([known, lost])
     with pytest.raises(TopologyError, match=r"rank 0, on b: .* on PATH; also ranks 2, 3; set it"):
-        domains_from_told([lost, known, lost, lost])
+        domains_from_facts([lost, known, lost, lost])
 
 
 def test_ranks_with_different_settings_are_named() -> None:
     with pytest.raises(ScheduleDisagreement, match=r"charm\.domains: rank 0: hosts; rank 2: 2"):
-        domains_from_told([*told("hosts", "a", "a"), *told("2", "a")])
+        domains_from_facts([*told("hosts", "a", "a"), *told("2", "a")])
     files = [
-        Told("f.yaml", Place("a"), parse_groups(text, "f"))
+        RankFacts("f.yaml", Place("a"), parse_groups(text, "f"))
         for text in ("domains: [[a]]", "domains: [[a], [b]]")
     ]
     with pytest.raises(ScheduleDisagreement, match=r"rank 0: f\.yaml \[a\]; rank 1: f\.yaml \[a\] \[b\]"):
-        domains_from_told(files)
+        domains_from_facts(files)
 
 
 def test_slurm_and_hostnames_that_disagree_are_shown() -> None:
-    _, same = domains_from_told(told("hosts", "n1.site", "n2.site", nodes=("n1", "n2")))
-    assert same == "one a host"
-    domains, reason = domains_from_told(told("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2")))
+    _, same = domains_from_facts(told("hosts", "n1.site", "n2.site", nodes=("n1", "n2")))
+    assert same == "one per host"
+    domains, reason = domains_from_facts(told("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2")))
     assert str(domains) == "0 1 2 3"
     assert reason == (
-        "one a host; but SLURM's nodes are [0 1 | 2 3]: hostnames localhost, SLURMD_NODENAME n1 n2"
+        "one per host; but SLURM's nodes are [0 1 | 2 3]: hostnames localhost, SLURMD_NODENAME n1 n2"
     )
-    _, mixed = domains_from_told(told("hosts", "a", "b", nodes=("n1", None)))
-    assert mixed == "one a host"
-    _, number = domains_from_told(told("2", "a", "a", nodes=("n1", "n2")))
+    _, mixed = domains_from_facts(told("hosts", "a", "b", nodes=("n1", None)))
+    assert mixed == "one per host"
+    _, number = domains_from_facts(told("2", "a", "a", nodes=("n1", "n2")))
     assert number == "as set by charm.domains: 2"

@@ -45,7 +45,7 @@ def test_two_nodes_end_with_the_loss_of_one_machine_and_find_their_domains(
     assert_same_curve(run, local, tolerance=1e-6)
     assert run.steps[-1]["iteration"] == NUM_ITERATIONS
     receipt = run.folder.receipt.read_text("utf-8")
-    assert "4 ranks in 2 domains [0 1 | 2 3], one a host\n" in receipt, "SLURM says the same"
+    assert "4 ranks in 2 domains [0 1 | 2 3], one per host\n" in receipt, "SLURM says the same"
 
 
 def test_usr1_saves_and_the_requeued_job_continues_to_the_same_end(

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from charm_megatron.mcore.shared import Notices, SplitAttention
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.te_attention import te_core_attention_class
 from charm_megatron.workload import Workload
 

@@ -27,9 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import CharmError, InvalidInput
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.mcore.holders import find_holders, holders_in_spec
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.install import Installed, charm_attention_installed
-from charm_megatron.mcore.shared import SplitAttention
+from charm_megatron.mcore.references import find_holders, holders_in_spec
 from charm_megatron.mcore.spec import with_charm
 from tests.ranks import run_ranks
 from tests.te.layers import Stock, Values, config_of, constructible
@@ -193,7 +193,7 @@ SCRIPT = """
 import megatron.training
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from charm_megatron.mcore.holders import find_holders
+from charm_megatron.mcore.references import find_holders
 
 (stock,) = TEDotProductAttention.__bases__
 print(TEDotProductAttention.__name__, [h.where for h in find_holders(stock) if h.where != "__main__.stock"])

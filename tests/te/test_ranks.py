@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.mcore.shared import SplitAttention
+from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.te_attention import te_core_attention_class
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask

@@ -1,0 +1,260 @@
+"""What one rank of the operator benchmark does."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from charm_megatron.bench.modelled import ModelledKernel
+from charm_megatron.bench.operator import (
+    PASSES,
+    OperatorCase,
+    RankTimes,
+    settings_for,
+    shard_of,
+)
+from charm_megatron.bench.ranks import Tell
+from charm_megatron.executor.attention import AttentionCall, ForwardResult
+from charm_megatron.executor.runtime import AttentionRuntime
+from charm_megatron.kernels import BlockKernel
+from charm_megatron.peers.protocol import Contestant
+from charm_megatron.peers.registry import PEERS, why_not
+from charm_megatron.schedule.actions import Attend
+from charm_megatron.schedule.passes import KV, Q
+from charm_megatron.testbed.commands import HEADER_BYTES
+
+INSTANTLY = float("inf")
+NUM_ROUNDS = 3
+Shard = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class _Ours:
+    """One of our schedules."""
+
+    call: AttentionCall
+    shard: Shard
+    result: ForwardResult | None = None
+    grads: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self) -> None:
+        self.result = self.call.forward(*self.shard[:3])
+
+    def backward(self) -> None:
+        assert self.result is not None, "forward comes first"
+        q, k, v, dout = self.shard
+        self.grads = self.call.backward(dout, q, k, v, self.result)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.result is not None, "forward comes first"
+        assert self.grads is not None, "backward comes first"
+        return self.result.out, *self.grads
+
+
+def measure_rank(
+    tell: Tell, rank: int, num_ranks: int, case: OperatorCase, num_domains: int, flops: Mapping[str, float]
+) -> RankTimes:
+    """Times every contestant of the case, repetition by repetition.
+
+    `flops` are those of the busiest rank by pass, to which modelled computation is scaled.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    shard = tuple(x.to(device) for x in shard_of(case.workload, rank, num_ranks))
+    assert len(shard) == 4
+    calls = {}
+    for name in case.schedules:
+        runtime = AttentionRuntime(settings_for(case, num_domains, name))
+        calls[name] = runtime.call(group, case.workload, layout=case.layout, device=device)
+    tell("communication alone")
+    first = calls[case.schedules[0]]
+    silent = replace(first, kernel=ModelledKernel(INSTANTLY, INSTANTLY))
+    communication_s = _time_both(_Ours(silent, shard), case.passes)
+    kernel: BlockKernel | None = None
+    if case.ccr is None:
+        tell("computation alone")
+        computation_s = _blocks_alone(first, device)
+    else:
+        tell("modelled computation")
+        computation_s = {way: case.ccr * took_s for way, took_s in communication_s.items()}
+        kernel = _modelled(flops, computation_s)
+        calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
+    contestants: dict[str, Contestant] = {name: _Ours(call, shard) for name, call in calls.items()}
+    tell("checking peers")
+    peers, notes = _peers(case, group, shard, kernel)
+    contestants |= peers
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    wire_bytes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for repetition in range(case.warm_up + case.repetitions):
+        is_warm_up = repetition < case.warm_up
+        number = "warm-up" if is_warm_up else f"{repetition - case.warm_up + 1} of {case.repetitions}"
+        for name, contestant in contestants.items():
+            tell(f"{number}: {name}")
+            for way, (took_s, sent) in _run(contestant, case.passes).items():
+                if not is_warm_up:
+                    seconds[name, way].append(took_s)
+                    wire_bytes[name, way].append(sent)
+    is_checked = not case.is_modelled and "backward" in case.passes and case.can_be_checked
+    outputs = {
+        name: tuple(x.detach().cpu().double().numpy() for x in contestant.results())
+        for name, contestant in contestants.items()
+        if is_checked
+    }
+    return RankTimes(dict(seconds), dict(wire_bytes), communication_s, computation_s, outputs, notes)
+
+
+def _peers(
+    case: OperatorCase, group: dist.ProcessGroup, shard: Shard, kernel: BlockKernel | None
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """The peers to time, and why the others are not: they cannot run the case, or give wrong results."""
+    from charm_megatron.peers.calls import make_call
+    from charm_megatron.peers.check import check_peer
+
+    running: dict[str, Contestant] = {}
+    notes: dict[str, str] = {}
+    for name in case.peers:
+        reason = why_not(PEERS[name], case.workload, dist.get_world_size(group), is_modelled=case.is_modelled)
+        if reason is None:
+            reason = check_peer(PEERS[name], group, case.workload).fault
+        if reason is None:
+            running[name] = make_call(PEERS[name], group, case.workload, kernel).prepare(*shard)
+        else:
+            notes[name] = reason
+    return running, notes
+
+
+def _run(contestant: Contestant, passes: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """(seconds, bytes on the wire) of each pass, from a barrier."""
+    runs = {"forward": contestant.forward, "backward": contestant.backward}
+    return {way: _timed(runs[way]) for way in PASSES if way == "forward" or way in passes}
+
+
+def _timed(run: Callable[[], None]) -> tuple[float, int]:
+    _finish()
+    dist.barrier()
+    sent = _payload_bytes()
+    started = time.perf_counter()
+    run()
+    _finish()
+    took_s = time.perf_counter() - started
+    dist.barrier()
+    return took_s, _payload_bytes() - sent
+
+
+def _finish() -> None:
+    if dist.get_backend() == "nccl":  # not where a GPU merely is there: asking would make a context on it
+        torch.cuda.synchronize()
+
+
+def _time_both(contestant: Contestant, passes: Sequence[str]) -> dict[str, float]:
+    """Seconds of each pass on the slowest rank; the better of two runs. A pass that is not run takes none."""
+    runs = []
+    for _ in range(2):
+        run = _run(contestant, passes)
+        runs.append(_slowest([run[way][0] if way in run else 0.0 for way in PASSES]))
+    return {way: min(run[way] for run in runs) for way in PASSES}
+
+
+def _slowest(times: list[float]) -> dict[str, float]:
+    """The largest of all ranks, by pass."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(PASSES, slowest.tolist(), strict=True))
+
+
+def _modelled(flops: Mapping[str, float], computation_s: Mapping[str, float]) -> ModelledKernel:
+    """Waits in place of blocks, at the rates by which `flops` take `computation_s`."""
+    rates = {way: flops[way] / computation_s[way] if computation_s[way] else INSTANTLY for way in PASSES}
+    return ModelledKernel(rates["forward"], rates["backward"])
+
+
+def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[str, float]:
+    """Seconds of all blocks of each pass without any transfer, on the slowest rank, all ranks at once.
+
+    The best of some rounds after a first one, in which kernels are loaded and memory is found.
+    """
+    best: dict[str, float] = {}
+    for way, plans in zip(PASSES, (call.forward_plans, call.backward_plans), strict=True):
+        blocks = [
+            _Block(call, action, device)
+            for plan in plans
+            for action in plan.program
+            if isinstance(action, Attend)
+        ]
+        rounds = [_time_blocks(blocks, way) for _ in range(1 + NUM_ROUNDS)]
+        best[way] = min(rounds[1:])
+    return best
+
+
+def _time_blocks(blocks: Sequence["_Block"], way: str) -> float:
+    _finish()
+    dist.barrier()
+    started = time.perf_counter()
+    for block in blocks:
+        block.forward() if way == "forward" else block.backward()
+    _finish()
+    took_s = time.perf_counter() - started
+    return _slowest([took_s] * len(PASSES))[way]
+
+
+class _Block:
+    """One rectangle with random operands."""
+
+    def __init__(self, call: AttentionCall, action: Attend, device: torch.device):
+        workload, chunks = call.wire.workload, call.wire.problem.sharding.chunks
+        rows, keys = (sum(chunks[name.chunk].length for name in names) for names in (action.q, action.kv))
+        dtype, lse_dtype = getattr(torch, workload.dtype), getattr(torch, workload.accumulate_dtype)
+        heads = call.wire.heads(Q), call.wire.heads(KV)
+        self.kernel, self.scale, self.causal = call.kernel, call.softmax_scale, action.causal
+        self.rows, self.keys, self.band = slice(0, rows), slice(0, keys), action.band
+        if action.band:
+            self.rows, self.keys, self.band = action.band.trimmed(rows, keys)
+
+        def draw(tokens: int, num_heads: int, width: int) -> Tensor:
+            return torch.randn(tokens, workload.batch, num_heads, width, device=device).to(dtype)
+
+        self.q = draw(rows, heads[0], workload.head_dim)[self.rows]
+        self.k = draw(keys, heads[1], workload.head_dim)[self.keys]
+        self.v = draw(keys, heads[1], workload.head_dim_v)[self.keys]
+        self.dout = draw(self.q.shape[0], heads[0], workload.head_dim_v)
+        self.lse = torch.zeros(self.q.shape[:3], dtype=lse_dtype, device=device)
+
+    def forward(self) -> None:
+        self.kernel.forward(
+            self.q, self.k, self.v, causal=self.causal, softmax_scale=self.scale, band=self.band
+        )
+
+    def backward(self) -> None:
+        self.kernel.backward(
+            self.dout,
+            self.q,
+            self.k,
+            self.v,
+            self.lse,
+            self.lse,
+            causal=self.causal,
+            softmax_scale=self.scale,
+            band=self.band,
+        )
+
+
+def _payload_bytes() -> int:
+    """TCP payload that has left this rank's namespace, by the counters of its interfaces, lo left out.
+
+    Each packet's headers are subtracted, so that one without payload counts nothing.
+    """
+    lines = Path("/proc/thread-self/net/dev").read_text("ascii").splitlines()[2:]
+    total = 0
+    for line in lines:
+        device, numbers = line.split(":", 1)
+        if device.strip() != "lo":
+            columns = numbers.split()
+            total += int(columns[8]) - HEADER_BYTES * int(columns[9])
+    return total

@@ -1,0 +1,138 @@
+"""Pieces in memory: byte buffers that hold some pieces of one payload, ready to be sent.
+
+Legend: s tokens, b batch, h heads of a piece, w wide numbers and c scalars of a row (see `WireFormat`). A buffer
+is the wide numbers [s, b, h, w] of all its pieces, one after the other, then all their scalars [s, b, h, c]. Tokens
+are outermost, so consecutive pieces are one tensor, and k and v of a row lie side by side: kernels read them in
+place.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from charm_megatron.cost.wire import WireFormat
+from charm_megatron.schedule.actions import Piece
+from charm_megatron.schedule.passes import Payload
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """Shape and dtypes of the rows of a payload; a token has batch * heads of them."""
+
+    batch: int
+    heads: int
+    width: int
+    num_stats: int
+    value_dtype: torch.dtype
+    stat_dtype: torch.dtype
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the wide numbers of one token."""
+        return self.batch * self.heads * self.width * self.value_dtype.itemsize
+
+    @property
+    def stat_bytes(self) -> int:
+        """Bytes of the scalars of one token."""
+        return self.batch * self.heads * self.num_stats * self.stat_dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        return self.value_bytes + self.stat_bytes
+
+
+def wire_spec(wire: WireFormat, payload: Payload) -> RowSpec:
+    """A piece as it travels."""
+    return _spec(wire, payload, wire.value_dtype(payload))
+
+
+def accumulator_spec(wire: WireFormat, payload: Payload) -> RowSpec:
+    """A result while it is being added up."""
+    return _spec(wire, payload, wire.workload.accumulate_dtype)
+
+
+def _spec(wire: WireFormat, payload: Payload, value_dtype: str) -> RowSpec:
+    return RowSpec(
+        batch=wire.workload.batch,
+        heads=wire.heads(payload),
+        width=wire.width(payload),
+        num_stats=payload.num_stats,
+        value_dtype=getattr(torch, value_dtype),
+        stat_dtype=getattr(torch, wire.workload.accumulate_dtype),
+    )
+
+
+class BufferPool:
+    """Byte buffers that are used again; as large as the most that was ever in use at one time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.num_bytes = 0
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """An uninitialised uint8 tensor [num_bytes]."""
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self.num_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back. On a GPU its next user comes later on the same stream."""
+        self._free[buffer.numel()].append(buffer)
+
+
+class Parcel:
+    """Some pieces of one payload in one buffer; `tokens[i]` is the length of piece i."""
+
+    def __init__(self, spec: RowSpec, names: Sequence[Piece], tokens: Sequence[int], buffer: Tensor):
+        self.spec, self.names, self.buffer = spec, tuple(names), buffer
+        self.offsets = (0, *accumulate(tokens))
+        num_tokens = self.offsets[-1]
+        assert buffer.numel() == num_tokens * spec.token_bytes, (buffer.numel(), num_tokens, spec)
+        end_of_wide = num_tokens * spec.value_bytes
+        rows = (num_tokens, spec.batch, spec.heads)
+        self._wide = buffer[:end_of_wide].view(spec.value_dtype).view(*rows, spec.width)
+        self._scalars = buffer[end_of_wide:].view(spec.stat_dtype).view(*rows, spec.num_stats)
+
+    def wide(self, start: int, stop: int) -> Tensor:
+        """Wide numbers of pieces start..stop, [tokens, b, h, w]."""
+        return self._wide[self.offsets[start] : self.offsets[stop]]
+
+    def scalars(self, start: int, stop: int) -> Tensor:
+        """Scalars of pieces start..stop, [tokens, b, h, c]."""
+        return self._scalars[self.offsets[start] : self.offsets[stop]]
+
+    def wire_bytes(self, start: int, stop: int) -> Tensor | None:
+        """Pieces start..stop as one contiguous byte tensor, or None where they are not contiguous."""
+        if (start, stop) == (0, len(self.names)):
+            return self.buffer
+        if self.spec.num_stats:
+            return None
+        per_token = self.spec.value_bytes
+        return self.buffer[self.offsets[start] * per_token : self.offsets[stop] * per_token]
+
+
+def head_groups_apart(shard: Tensor, groups: int) -> Tensor:
+    """[s, b, groups * h, w] -> [groups * s, b, h, w], one group of heads after the other.
+
+    A view for one group of heads.
+    """
+    if groups == 1:
+        return shard
+    tokens, batch, heads, width = shard.shape
+    cut = shard.reshape(tokens, batch, groups, heads // groups, width)
+    return cut.permute(2, 0, 1, 3, 4).reshape(groups * tokens, batch, heads // groups, width)
+
+
+def head_groups_together(pieces: Tensor, groups: int) -> Tensor:
+    """The inverse of `head_groups_apart`."""
+    if groups == 1:
+        return pieces
+    rows, batch, heads, width = pieces.shape
+    cut = pieces.view(groups, rows // groups, batch, heads, width)
+    return cut.permute(1, 2, 0, 3, 4).reshape(rows // groups, batch, groups * heads, width)

@@ -1,0 +1,1 @@
+"""Other libraries' context-parallel attention, to be timed beside our schedules."""

@@ -1,0 +1,1 @@
+"""Schedules for people: grids, pictures of timelines, traces."""
