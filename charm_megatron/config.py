@@ -51,7 +51,7 @@ class CharmConfig(Section):
     kernel: Literal["auto", "reference", "torch"] = Field(
         "auto", description="Implementation of attention over one block."
     )
-    return_dtype: Literal["model", "float32"] = Field(
+    out_return_dtype: Literal["model", "float32"] = Field(
         "model", description="Width of a partial output on its way home."
     )
     grad_return_dtype: Literal["model", "float32"] = Field(

@@ -66,6 +66,6 @@ class NetworkFault(CharmError, RuntimeError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known word closest to `word`, or the list of all known ones."""
-    known = sorted(known)
+    known = sorted(map(str, known))
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

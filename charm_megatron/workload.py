@@ -1,6 +1,8 @@
 """What is to be computed: one attention call over a whole sequence, before it is split over ranks."""
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,10 +162,18 @@ class Workload:
         """Dtype of accumulators, lse and delta: float32, or float64 where the model itself is float64."""
         return "float64" if self.dtype == "float64" else "float32"
 
-    def block_flops(self, num_pairs: float, num_heads: int, *, backward: bool = False) -> float:
+    @property
+    def softmax_scale(self) -> float:
+        """What logits are multiplied by where nothing else is asked for: 1 / sqrt(head_dim)."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def width(self, name: str) -> int:
+        """The width of a head by its name, `head_dim` or `head_dim_v`."""
+        return {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}[name]
+
+    def block_flops(self, num_pairs: float, num_heads: int, products: Iterable[str]) -> float:
         """Floating-point operations for `num_pairs` (query, key) pairs of each sequence and `num_heads` heads.
 
-        Forward: one product for logits, one for outputs. Backward: logits again, dv, dp, dq and dk.
+        `products` names the width of each matrix product, see `schedule.passes.Pass`.
         """
-        products = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
-        return 2.0 * num_pairs * self.batch * num_heads * products
+        return 2.0 * num_pairs * self.batch * num_heads * sum(self.width(name) for name in products)

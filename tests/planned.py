@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.schedule import PostOptions
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import NO_MASK
 
@@ -20,7 +21,7 @@ def cut(name, domains, layout="contiguous", mask=NO_MASK, *, per_rank=TOKENS_PER
 
 
 def schedules(name, problem, direction="forward", **options):
-    return make_schedules(plan(name, problem), direction, **options)
+    return make_schedules(plan(name, problem), direction, PostOptions(**options))
 
 
 def schedule(name, problem, direction="forward"):

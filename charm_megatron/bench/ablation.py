@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from charm_megatron.bench.operator import OperatorCase, OperatorRow
 from charm_megatron.bench.suites import HEAD_DIM, HEADS, SETTINGS, Race
 from charm_megatron.paper.tables_4_8 import TABLE_4, Ablation
+from charm_megatron.schedule.passes import Direction
 from charm_megatron.testbed.profile import Profile, load_profile
 from charm_megatron.workload import NO_MASK, Workload
 
@@ -79,7 +80,7 @@ def compare(setting: Setting, rows: Sequence[OperatorRow]) -> list[AblationRow]:
                 for row in rows
                 if row.schedule == name and row.ccr is not None and abs(row.ccr - ccr) < 1e-6 * ccr
             }
-            forward, backward = ours.get("forward"), ours.get("backward")
+            forward, backward = ours.get(Direction.FORWARD), ours.get(Direction.BACKWARD)
             if forward is not None and backward is not None:
                 ratio = None if time_ms is None else paper.ring_ms / time_ms
                 compared.append(AblationRow(setting, paper.seq_len, ccr, name, forward, backward, ratio))

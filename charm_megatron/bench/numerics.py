@@ -35,12 +35,12 @@ class Contender:
     """A schedule, and the widths of what it returns."""
 
     schedule: str
-    return_dtype: str
+    out_return_dtype: str
     grad_return_dtype: str
 
     def __str__(self) -> str:
         widths = {"model": "narrow", "float32": "wide"}
-        return f"{self.schedule}, {widths[self.return_dtype]} out, {widths[self.grad_return_dtype]} gradients"
+        return f"{self.schedule}, {widths[self.out_return_dtype]} out, {widths[self.grad_return_dtype]} gradients"
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ def _measure(
             {
                 "schedule": contender.schedule,
                 "domains": num_domains,
-                "return_dtype": contender.return_dtype,
+                "out_return_dtype": contender.out_return_dtype,
                 "grad_return_dtype": contender.grad_return_dtype,
             }
         )
         calls[str(contender)] = AttentionRuntime(settings).call(group, workload, layout=case.layout)
     tokens = make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
+    scale = workload.softmax_scale
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for draw in range(case.num_draws):
         tell(f"draw {draw + 1} of {case.num_draws}")
@@ -99,8 +100,8 @@ def _measure(
         q, k, v, dout = (x[list(tokens[rank])] for x in whole)
         got = {}
         for name, call in calls.items():
-            result = call.forward(q, k, v)
-            shard = (result.out, result.lse, *call.backward(dout, q, k, v, result))
+            result = call.forward(q, k, v, scale)
+            shard = (result.out, result.lse, *call.backward(dout, q, k, v, result, scale))
             got[name] = [_gather(x, rank, num_ranks, tokens) for x in shard]
         if rank == 0:
             _subtract(totals, got, whole, workload)

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
+from charm_megatron.compile import Plan, compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.model import CostModel
-from charm_megatron.cost.report import report
 from charm_megatron.cost.timeline import evaluate
-from charm_megatron.cost.wire import WireFormat, hop_bytes, make_wire_format
+from charm_megatron.cost.wire import hop_bytes
 from charm_megatron.errors import InvalidInput
-from charm_megatron.executor.runtime import Schedules, plan_schedules
 from charm_megatron.kernels.unsharded import (
     RESULTS,
     Shard,
@@ -33,14 +32,12 @@ from charm_megatron.kernels.unsharded import (
     relative_error,
     unsharded_attention,
 )
-from charm_megatron.lowering.decisions import IntArray
 from charm_megatron.peers.registry import PEERS, peer_named, tokens_of
-from charm_megatron.schedule.passes import Direction
-from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.passes import DIRECTIONS, Direction
+from charm_megatron.schedule.piece import IntArray
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import Workload
 
-PASSES: tuple[Direction, Direction] = ("forward", "backward")
 MOST_LOGITS = 2**27
 """Of one KV head, in float64: with more, unsharded attention would take longer than the benchmark, and the memory."""
 
@@ -60,7 +57,7 @@ class OperatorCase:
     repetitions: int = 5
     warm_up: int = 1
     peers: tuple[str, ...] = ()
-    passes: tuple[Direction, ...] = PASSES
+    passes: tuple[Direction, ...] = DIRECTIONS
 
     def __post_init__(self) -> None:
         if not self.schedules:
@@ -131,10 +128,9 @@ class OperatorRow:
         return None if self.busiest_s is None or self.median_s is None else self.busiest_s / self.median_s
 
 
-Key = tuple[str, str]
+Key = tuple[str, Direction]
 """A contestant, and a direction."""
 
-Plan = tuple[Schedules, WireFormat]
 TokensByRank = tuple[tuple[int, ...], ...]
 
 
@@ -148,8 +144,8 @@ class RankTimes:
 
     seconds: Mapping[Key, Sequence[float]]
     wire_bytes: Mapping[Key, Sequence[int]]
-    communication_s: Mapping[str, float]
-    computation_s: Mapping[str, float]
+    communication_s: Mapping[Direction, float]
+    computation_s: Mapping[Direction, float]
     outputs: Mapping[str, Sequence[NDArray[np.float64]]]
     notes: Mapping[str, str]
 
@@ -162,14 +158,14 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     if cluster.is_launched and job_backend() == "nccl":
         _require_for_nccl(case)
     plans = {name: planned(case, cluster, name) for name in case.schedules}
-    for name, (schedules, _) in plans.items():
-        if case.is_modelled and schedules["forward"][0].pass_.name == "logits":
+    for name, plan in plans.items():
+        if case.is_modelled and not plan.has_block_results:
             raise InvalidInput(
                 f"{name} computes whole rows of logits, not blocks that waits can replace; leave it out, or "
                 f"--compute modelled and --ccr"
             )
     # Of the first schedule, by which computation is measured.
-    flops = {direction: _busiest_flops(plans[case.schedules[0]], direction) for direction in PASSES}
+    flops = {direction: _busiest_flops(plans[case.schedules[0]], direction) for direction in DIRECTIONS}
     measured: list[RankTimes] | None = run_on_ranks(
         measure_rank, cluster, case, cluster.num_domains, flops, progress=progress
     )
@@ -248,29 +244,20 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 def _of_plan(plan: Plan, direction: Direction, cluster: Cluster, cost: CostModel | None) -> dict[str, Any]:
     """What the plan says of a row: bytes, and bounds where the rates of the links are known."""
-    phases, wire = plan
-    schedules = phases[direction]
-    pair_bytes = pairwise_bytes(schedules, wire)
+    schedules = plan.phases(direction)
+    pair_bytes = pairwise_bytes(plan, direction)
     values: dict[str, Any] = {"bytes_planned": int(pair_bytes.sum(axis=1).max())}
     link_s = cluster.busiest_link_s(pair_bytes)
     if link_s is not None and cost is not None:
-        values["bound_s"] = sum(evaluate(schedule, wire, cost).makespan_s for schedule in schedules)
+        values["bound_s"] = sum(evaluate(schedule, plan.wire, cost).makespan_s for schedule in schedules)
         values["busiest_s"] = max(link_s, _busiest_flops(plan, direction) / cost.flops_per_s)
     return values
 
 
 def planned(case: OperatorCase, cluster: Cluster, name: str) -> Plan:
-    """The schedules and wire format that the ranks agree on for one name."""
+    """The plan that the ranks agree on for one name."""
     settings = settings_for(case, cluster.num_domains, name)
-    schedules, _ = plan_schedules(settings, cluster.domains, case.workload, case.layout)
-    problem = schedules["forward"][0].problem
-    wire = make_wire_format(
-        case.workload,
-        problem,
-        out_return_dtype=settings.return_dtype,
-        grad_return_dtype=settings.grad_return_dtype,
-    )
-    return schedules, wire
+    return compile_attention(settings, cluster.domains, case.workload, case.layout)
 
 
 def settings_for(case: OperatorCase, num_domains: int, name: str) -> CharmConfig:
@@ -278,18 +265,17 @@ def settings_for(case: OperatorCase, num_domains: int, name: str) -> CharmConfig
     return case.settings.model_copy(update={"schedule": name, "domains": num_domains})
 
 
-def pairwise_bytes(schedules: Sequence[Schedule], wire: WireFormat) -> IntArray:
+def pairwise_bytes(plan: Plan, direction: Direction) -> IntArray:
     """Bytes that each rank sends to each other, [from, to]."""
-    total: IntArray = np.zeros((wire.problem.cp_size,) * 2, dtype=np.int64)
-    for schedule in schedules:
-        np.add.at(total, (schedule.hops.src, schedule.hops.dst), hop_bytes(schedule, wire))
+    total: IntArray = np.zeros((plan.problem.cp_size,) * 2, dtype=np.int64)
+    for schedule in plan.phases(direction):
+        np.add.at(total, (schedule.hops.src, schedule.hops.dst), hop_bytes(schedule, plan.wire))
     return total
 
 
 def _busiest_flops(plan: Plan, direction: Direction) -> float:
     """Work of the busiest rank."""
-    schedules, wire = plan
-    return float(report(schedules[direction], wire).flops.max())
+    return float(plan.report(direction).flops.max())
 
 
 # ---------------------------------------------------------------------- errors
@@ -311,7 +297,8 @@ def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[Key, floa
                 zip(*(one.outputs[name] for one in measured), strict=True), RESULTS, strict=True
             )
         ]
-        errors[name, "forward"], errors[name, "backward"] = found[0], max(found[1:], default=0.0)
+        errors[name, Direction.FORWARD] = found[0]
+        errors[name, Direction.BACKWARD] = max(found[1:], default=0.0)
     return errors
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from charm_megatron.bench.operator import PASSES, OperatorRow
+from charm_megatron.bench.operator import OperatorRow
+from charm_megatron.schedule.passes import DIRECTIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,15 +29,17 @@ def draw_speed_up(races: Sequence[Race], path: Path) -> None:
     heights = [4.0 if _is_curve(rows) else 0.8 + 0.26 * len(_names(rows)) for _, rows in timed]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(timed), len(PASSES), squeeze=False, gridspec_kw={"height_ratios": heights})
+    panels = figure.subplots(
+        len(timed), len(DIRECTIONS), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
     for (title, rows), line in zip(timed, panels, strict=True):
-        for axes, direction in zip(line, PASSES, strict=True):
+        for axes, direction in zip(line, DIRECTIONS, strict=True):
             of_pass = [row for row in rows if row.direction == direction]
             if not of_pass:
                 axes.set_axis_off()
                 continue
             (_draw_curves if _is_curve(rows) else _draw_bars)(axes, of_pass)
-            name = f"{title}; {direction}" if direction == PASSES[0] else direction
+            name = f"{title}; {direction}" if direction == DIRECTIONS[0] else direction
             axes.set_title(name, loc="left", fontsize=9, weight="bold")
             for side in ("top", "right"):
                 axes.spines[side].set_visible(False)

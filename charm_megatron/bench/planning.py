@@ -4,15 +4,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.sharding import make_sharding
+from charm_megatron.compile import compile_attention, rank_program
+from charm_megatron.config import CharmConfig
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule
 from charm_megatron.verify.tables import check_tables
+from charm_megatron.workload import Workload
 
 RANKS_PER_NODE = 8
-HEADS = 8
+HEADS, HEAD_DIM = 8, 64
 LARGEST_PROGRAM_CHECK = 128
 """Groups up to this size are also checked by running all programs."""
 
@@ -44,14 +44,12 @@ def measure_planning(names: Sequence[str], sizes: Sequence[int]) -> Iterator[Pla
 
 def _measure(name: str, size: int) -> PlanningTime:
     domains = even_domains(size, max(1, size // RANKS_PER_NODE))
+    workload = Workload(1, 8 * size, HEADS, HEADS, HEAD_DIM, HEAD_DIM)
     started = time.perf_counter()
-    sharding = make_sharding("zigzag", size, 8 * size)
-    problem = cut_problem(name, sharding, domains, num_heads=HEADS, num_kv_heads=HEADS)
-    method = plan(name, problem)
-    schedules = [phase for way in ("forward", "backward") for phase in make_schedules(method, way)]
+    schedules = compile_attention(CharmConfig(schedule=name), domains, workload, "zigzag").schedules
     planned = time.perf_counter()
     for schedule in schedules:
-        schedule.program(size // 2)
+        rank_program(schedule, size // 2)
     programmed = time.perf_counter()
     for schedule in schedules:
         check_tables(schedule)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from charm_megatron.bench.modelled import ModelledKernel
 from charm_megatron.bench.operator import (
-    PASSES,
     OperatorCase,
     RankTimes,
     settings_for,
@@ -25,7 +24,8 @@ from charm_megatron.kernels import BlockKernel
 from charm_megatron.peers.protocol import Contestant
 from charm_megatron.peers.registry import PEERS, why_not
 from charm_megatron.schedule.actions import Attend
-from charm_megatron.schedule.passes import KV, Q
+from charm_megatron.schedule.passes import DIRECTIONS, Direction
+from charm_megatron.schedule.payload import KV, Q
 from charm_megatron.testbed.commands import HEADER_BYTES
 
 INSTANTLY = float("inf")
@@ -42,13 +42,17 @@ class _Ours:
     result: ForwardResult | None = None
     grads: tuple[Tensor, Tensor, Tensor] | None = None
 
+    @property
+    def softmax_scale(self) -> float:
+        return self.call.wire.workload.softmax_scale
+
     def forward(self) -> None:
-        self.result = self.call.forward(*self.shard[:3])
+        self.result = self.call.forward(*self.shard[:3], self.softmax_scale)
 
     def backward(self) -> None:
         assert self.result is not None, "forward comes first"
         q, k, v, dout = self.shard
-        self.grads = self.call.backward(dout, q, k, v, self.result)
+        self.grads = self.call.backward(dout, q, k, v, self.result, self.softmax_scale)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert self.result is not None, "forward comes first"
@@ -57,7 +61,12 @@ class _Ours:
 
 
 def measure_rank(
-    tell: Tell, rank: int, num_ranks: int, case: OperatorCase, num_domains: int, flops: Mapping[str, float]
+    tell: Tell,
+    rank: int,
+    num_ranks: int,
+    case: OperatorCase,
+    num_domains: int,
+    flops: Mapping[Direction, float],
 ) -> RankTimes:
     """Times every contestant of the case, repetition by repetition.
 
@@ -82,25 +91,25 @@ def measure_rank(
         computation_s = _blocks_alone(first, device)
     else:
         tell("modelled computation")
-        computation_s = {way: case.ccr * took_s for way, took_s in communication_s.items()}
+        computation_s = {direction: case.ccr * took_s for direction, took_s in communication_s.items()}
         kernel = _modelled(flops, computation_s)
         calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
     contestants: dict[str, Contestant] = {name: _Ours(call, shard) for name, call in calls.items()}
     tell("checking peers")
     peers, notes = _peers(case, group, shard, kernel)
     contestants |= peers
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    wire_bytes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    seconds: dict[tuple[str, Direction], list[float]] = defaultdict(list)
+    wire_bytes: dict[tuple[str, Direction], list[int]] = defaultdict(list)
     for repetition in range(case.warm_up + case.repetitions):
         is_warm_up = repetition < case.warm_up
         number = "warm-up" if is_warm_up else f"{repetition - case.warm_up + 1} of {case.repetitions}"
         for name, contestant in contestants.items():
             tell(f"{number}: {name}")
-            for way, (took_s, sent) in _run(contestant, case.passes).items():
+            for direction, (took_s, sent) in _run(contestant, case.passes).items():
                 if not is_warm_up:
-                    seconds[name, way].append(took_s)
-                    wire_bytes[name, way].append(sent)
-    is_checked = not case.is_modelled and "backward" in case.passes and case.can_be_checked
+                    seconds[name, direction].append(took_s)
+                    wire_bytes[name, direction].append(sent)
+    is_checked = not case.is_modelled and Direction.BACKWARD in case.passes and case.can_be_checked
     outputs = {
         name: tuple(x.detach().cpu().double().numpy() for x in contestant.results())
         for name, contestant in contestants.items()
@@ -129,10 +138,11 @@ def _peers(
     return running, notes
 
 
-def _run(contestant: Contestant, passes: Sequence[str]) -> dict[str, tuple[float, int]]:
+def _run(contestant: Contestant, passes: Sequence[Direction]) -> dict[Direction, tuple[float, int]]:
     """(seconds, bytes on the wire) of each pass, from a barrier."""
-    runs = {"forward": contestant.forward, "backward": contestant.backward}
-    return {way: _timed(runs[way]) for way in PASSES if way == "forward" or way in passes}
+    runs = {Direction.FORWARD: contestant.forward, Direction.BACKWARD: contestant.backward}
+    needed = {Direction.FORWARD, *passes}  # the backward pass needs what the forward pass leaves
+    return {direction: _timed(run) for direction, run in runs.items() if direction in needed}
 
 
 def _timed(run: Callable[[], None]) -> tuple[float, int]:
@@ -152,56 +162,60 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _time_both(contestant: Contestant, passes: Sequence[str]) -> dict[str, float]:
+def _time_both(contestant: Contestant, passes: Sequence[Direction]) -> dict[Direction, float]:
     """Seconds of each pass on the slowest rank; the better of two runs. A pass that is not run takes none."""
     runs = []
     for _ in range(2):
         run = _run(contestant, passes)
-        runs.append(_slowest([run[way][0] if way in run else 0.0 for way in PASSES]))
-    return {way: min(run[way] for run in runs) for way in PASSES}
+        runs.append(_slowest([run[direction][0] if direction in run else 0.0 for direction in DIRECTIONS]))
+    return {direction: min(run[direction] for run in runs) for direction in DIRECTIONS}
 
 
-def _slowest(times: list[float]) -> dict[str, float]:
+def _slowest(times: list[float]) -> dict[Direction, float]:
     """The largest of all ranks, by pass."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(PASSES, slowest.tolist(), strict=True))
+    return dict(zip(DIRECTIONS, slowest.tolist(), strict=True))
 
 
-def _modelled(flops: Mapping[str, float], computation_s: Mapping[str, float]) -> ModelledKernel:
+def _modelled(flops: Mapping[Direction, float], computation_s: Mapping[Direction, float]) -> ModelledKernel:
     """Waits in place of blocks, at the rates by which `flops` take `computation_s`."""
-    rates = {way: flops[way] / computation_s[way] if computation_s[way] else INSTANTLY for way in PASSES}
-    return ModelledKernel(rates["forward"], rates["backward"])
+    rates = {
+        direction: flops[direction] / took_s if took_s else INSTANTLY
+        for direction, took_s in computation_s.items()
+    }
+    return ModelledKernel(rates[Direction.FORWARD], rates[Direction.BACKWARD])
 
 
-def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[str, float]:
+def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[Direction, float]:
     """Seconds of all blocks of each pass without any transfer, on the slowest rank, all ranks at once.
 
     The best of some rounds after a first one, in which kernels are loaded and memory is found.
     """
-    best: dict[str, float] = {}
-    for way, plans in zip(PASSES, (call.forward_plans, call.backward_plans), strict=True):
+    best: dict[Direction, float] = {}
+    programs = {Direction.FORWARD: call.forward_programs, Direction.BACKWARD: call.backward_programs}
+    for direction, phases in programs.items():
         blocks = [
             _Block(call, action, device)
-            for plan in plans
-            for action in plan.program
+            for phase in phases
+            for action in phase.compiled.program
             if isinstance(action, Attend)
         ]
-        rounds = [_time_blocks(blocks, way) for _ in range(1 + NUM_ROUNDS)]
-        best[way] = min(rounds[1:])
+        rounds = [_time_blocks(blocks, direction) for _ in range(1 + NUM_ROUNDS)]
+        best[direction] = min(rounds[1:])
     return best
 
 
-def _time_blocks(blocks: Sequence["_Block"], way: str) -> float:
+def _time_blocks(blocks: Sequence["_Block"], direction: Direction) -> float:
     _finish()
     dist.barrier()
     started = time.perf_counter()
     for block in blocks:
-        block.forward() if way == "forward" else block.backward()
+        block.run(direction)
     _finish()
     took_s = time.perf_counter() - started
-    return _slowest([took_s] * len(PASSES))[way]
+    return _slowest([took_s] * len(DIRECTIONS))[direction]
 
 
 class _Block:
@@ -212,7 +226,7 @@ class _Block:
         rows, keys = (sum(chunks[name.chunk].length for name in names) for names in (action.q, action.kv))
         dtype, lse_dtype = getattr(torch, workload.dtype), getattr(torch, workload.accumulate_dtype)
         heads = call.wire.heads(Q), call.wire.heads(KV)
-        self.kernel, self.scale, self.causal = call.kernel, call.softmax_scale, action.causal
+        self.kernel, self.scale, self.causal = call.kernel, workload.softmax_scale, action.causal
         self.rows, self.keys, self.band = slice(0, rows), slice(0, keys), action.band
         if action.band:
             self.rows, self.keys, self.band = action.band.trimmed(rows, keys)
@@ -226,12 +240,16 @@ class _Block:
         self.dout = draw(self.q.shape[0], heads[0], workload.head_dim_v)
         self.lse = torch.zeros(self.q.shape[:3], dtype=lse_dtype, device=device)
 
-    def forward(self) -> None:
+    def run(self, direction: Direction) -> None:
+        """Computes the rectangle in one direction."""
+        {Direction.FORWARD: self._forward, Direction.BACKWARD: self._backward}[direction]()
+
+    def _forward(self) -> None:
         self.kernel.forward(
             self.q, self.k, self.v, causal=self.causal, softmax_scale=self.scale, band=self.band
         )
 
-    def backward(self) -> None:
+    def _backward(self) -> None:
         self.kernel.backward(
             self.dout,
             self.q,

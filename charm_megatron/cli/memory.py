@@ -8,14 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from charm_megatron.cli.job import ConfigFile, Cpu, Settings, check
+from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig, load_run_config
 from charm_megatron.cost.memory import AttentionMemory, attention_memory, paper_bytes
-from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import InvalidInput
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3
-from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
-from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains
 from charm_megatron.workload import Workload
 
@@ -75,20 +72,9 @@ def _domains(known: Domains | None, cp_size: int, ranks_per_node: int | None) ->
 
 def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig) -> AttentionMemory:
     """The memory of one schedule by its planner's name."""
-    sharding = make_sharding("zigzag", domains.cp_size, workload.seq_len)
-    problem = cut_problem(
-        name, sharding, domains, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads
-    )
-    wire = make_wire_format(
-        workload, problem, out_return_dtype=config.return_dtype, grad_return_dtype=config.grad_return_dtype
-    )
-    method = plan(name, problem)
-    forward, backward = (
-        make_schedules(method, way, depth=config.prefetch_depth, fuse=config.fuse)
-        for way in ("forward", "backward")
-    )
+    plan = compile_attention(config.model_copy(update={"schedule": name}), domains, workload, "zigzag")
     step = -(-domains.cp_size // MOST_RANKS)
-    return attention_memory(forward, backward, wire, range(0, domains.cp_size, step))
+    return attention_memory(plan.schedules, plan.wire, range(0, domains.cp_size, step))
 
 
 def _prediction(workload: Workload, domains: Domains, config: CharmConfig) -> Table:

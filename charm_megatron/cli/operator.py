@@ -53,7 +53,7 @@ def operator_command(
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", min=1)] = 256,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="Dtype of q, k, v and out.")] = "bfloat16",
-    return_dtype: Annotated[
+    out_return_dtype: Annotated[
         Width, typer.Option(help="Width of partial outputs on their way home.")
     ] = "model",
     grad_return_dtype: Annotated[Width, typer.Option(help="The same for partial gradients.")] = "float32",
@@ -69,7 +69,8 @@ def operator_command(
         ),
     ] = None,
     fuse: Annotated[
-        bool, typer.Option("--fuse", help="Post all transfers of a step together, as NCCL needs it.")
+        bool,
+        typer.Option("--fuse/--no-fuse", help="Post all transfers of a step together, as NCCL needs it."),
     ] = False,
     nodes: Annotated[
         int | None, typer.Option(help="Without --profile: domains that the ranks fall into.", min=1)
@@ -119,7 +120,9 @@ def operator_command(
             dtype,
             seen,
         )
-        settings = CharmConfig(fuse=fuse, return_dtype=return_dtype, grad_return_dtype=grad_return_dtype)
+        settings = CharmConfig(
+            fuse=fuse, out_return_dtype=out_return_dtype, grad_return_dtype=grad_return_dtype
+        )
         case = OperatorCase(
             workload,
             tuple(_listed(schedules)),
@@ -152,12 +155,12 @@ def _listed(text: str) -> list[str]:
 
 
 def _passes(text: str) -> Any:
-    from charm_megatron.bench.operator import PASSES
+    from charm_megatron.schedule.passes import DIRECTIONS
 
     words = _listed(text)
-    if not words or not set(words) <= set(PASSES):
+    if not words or not set(words) <= set(DIRECTIONS):
         raise ConfigError(f"--passes {text!r} is not forward, backward or forward,backward")
-    return tuple(way for way in PASSES if way in words)
+    return tuple(direction for direction in DIRECTIONS if direction in words)
 
 
 def _ratios(compute: str | None, text: str | None) -> list[float | None]:

@@ -37,11 +37,14 @@ def plan_command(
         str | None,
         typer.Option("--pass", help="forward or backward; both if not given, but pictures only of forward."),
     ] = None,
-    depth: Annotated[int, typer.Option(help="Steps that a transfer may start ahead, plus one.")] = 1,
-    separate_lanes: Annotated[
-        bool, typer.Option("--separate-lanes", help="Post each kind of payload and link by itself.")
-    ] = False,
-    return_dtype: Annotated[
+    prefetch_depth: Annotated[int, typer.Option(help="Steps that a transfer may start ahead, plus one.")] = 1,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse", help="Post all transfers of a step together, or each lane by itself."
+        ),
+    ] = True,
+    out_return_dtype: Annotated[
         str, typer.Option(help="Returned outputs travel in: model or float32.")
     ] = "model",
     grad_return_dtype: Annotated[
@@ -83,10 +86,14 @@ def plan_command(
     Times, in pictures and comparisons, come from a model with one rate for blocks and one for each class of links.
     """
     from charm_megatron.cli.planning import Output, Prices, Setting, run_plan
+    from charm_megatron.config import CharmConfig
+    from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
-    _require_one_of("--pass", pass_ or "forward", ("forward", "backward"))
-    _require_one_of("--return-dtype", return_dtype, ("model", "float32"))
+    _require_one_of("--pass", pass_ or DIRECTIONS[0], DIRECTIONS)
+    _require_one_of("--out-return-dtype", out_return_dtype, ("model", "float32"))
     _require_one_of("--grad-return-dtype", grad_return_dtype, ("model", "float32"))
+    if prefetch_depth < 1:
+        raise InvalidInput(f"--prefetch-depth must be at least 1, but is {prefetch_depth}")
     setting = Setting(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -98,15 +105,19 @@ def plan_command(
         tokens_per_rank=tokens_per_rank,
         batch=batch,
         dtype=dtype,
-        depth=depth,
-        fuse=not separate_lanes,
-        out_return_dtype=return_dtype,
-        grad_return_dtype=grad_return_dtype,
+        config=CharmConfig.model_validate(
+            {
+                "prefetch_depth": prefetch_depth,
+                "fuse": fuse,
+                "out_return_dtype": out_return_dtype,
+                "grad_return_dtype": grad_return_dtype,
+            }
+        ),
     )
     output = Output(
         names=_names(schedule, compare),
         is_comparison=compare is not None,
-        directions=(pass_,) if pass_ else ("forward", "backward"),
+        directions=(Direction(pass_),) if pass_ else DIRECTIONS,
         as_json=json_,
         picture=svg,
         only_rank=rank,

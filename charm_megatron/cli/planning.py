@@ -10,15 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from charm_megatron.cli.tables import Compared, compare_table, facts, grid_tables, rank_table
+from charm_megatron.compile import Plan, compile_attention
+from charm_megatron.config import CharmConfig
+from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.cost.report import Buffers, Report, peak_buffers, report
 from charm_megatron.cost.timeline import Timeline, evaluate
-from charm_megatron.cost.wire import WireFormat, make_wire_format
 from charm_megatron.errors import InvalidInput
-from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.json_form import to_json
-from charm_megatron.schedule.schedule import Schedule, make_schedules
-from charm_megatron.sharding import make_sharding
+from charm_megatron.schedule.passes import Direction
 from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another
 from charm_megatron.show.perfetto import chrome_trace
 from charm_megatron.topology import even_domains
@@ -43,10 +42,7 @@ class Setting:
     tokens_per_rank: int
     batch: int
     dtype: str
-    depth: int
-    fuse: bool
-    out_return_dtype: str
-    grad_return_dtype: str
+    config: CharmConfig
 
     @property
     def words(self) -> str:
@@ -64,7 +60,7 @@ class Output:
 
     names: tuple[str, ...]
     is_comparison: bool
-    directions: tuple[str, ...]
+    directions: tuple[Direction, ...]
     as_json: bool
     picture: Path | None
     only_rank: int | None
@@ -102,25 +98,22 @@ class Planned:
     """One schedule under a setting."""
 
     name: str
-    wire: WireFormat
-    schedules: dict[str, tuple[Schedule, ...]]
+    plan: Plan
 
-    def timeline(self, direction: str, cost: CostModel) -> Timeline:
-        return one_after_another([evaluate(phase, self.wire, cost) for phase in self.schedules[direction]])
+    def timeline(self, direction: Direction, cost: CostModel) -> Timeline:
+        phases = self.plan.phases(direction)
+        return one_after_another([evaluate(phase, self.plan.wire, cost) for phase in phases])
 
-    def buffers(self, direction: str, rank: int) -> Buffers:
+    def buffers(self, direction: Direction, rank: int) -> Buffers:
         total = Buffers()
-        for phase in self.schedules[direction]:
-            total |= peak_buffers(phase.program(rank), phase.pass_, self.wire, rank)
+        for phase in self.plan.phases(direction):
+            total |= peak_buffers(phase, self.plan.wire, rank)
         return total
-
-    def report(self, direction: str) -> Report:
-        return report(self.schedules[direction], self.wire)
 
 
 def make_planned(name: str, setting: Setting) -> Planned:
     """Plans both directions. Raises a kind of `InvalidInput` for what cannot be."""
-    for option in ("nodes", "ranks_per_node", "tokens_per_rank", "num_heads", "num_kv_heads", "depth"):
+    for option in ("nodes", "ranks_per_node", "tokens_per_rank", "num_heads", "num_kv_heads"):
         if getattr(setting, option) < 1:
             words = option.removeprefix("num_").replace("_", "-")
             raise InvalidInput(f"--{words} must be at least 1, but is {getattr(setting, option)}")
@@ -128,21 +121,10 @@ def make_planned(name: str, setting: Setting) -> Planned:
     seq_len, mask = setting.tokens_per_rank * cp_size, parse_mask(setting.mask)
     heads, kv_heads, width = setting.num_heads, setting.num_kv_heads, setting.head_dim
     workload = Workload(setting.batch, seq_len, heads, kv_heads, width, width, setting.dtype, mask)
-    sharding = make_sharding(setting.layout, cp_size, seq_len, mask.documents)
-    domains = even_domains(cp_size, setting.nodes)
-    problem = cut_problem(name, sharding, domains, mask, num_heads=heads, num_kv_heads=kv_heads)
-    wire = make_wire_format(
-        workload,
-        problem,
-        out_return_dtype=setting.out_return_dtype,
-        grad_return_dtype=setting.grad_return_dtype,
+    config = setting.config.model_copy(update={"schedule": name})
+    return Planned(
+        name, compile_attention(config, even_domains(cp_size, setting.nodes), workload, setting.layout)
     )
-    method = plan(name, problem)
-    schedules = {
-        direction: make_schedules(method, direction, depth=setting.depth, fuse=setting.fuse)
-        for direction in ("forward", "backward")
-    }
-    return Planned(name, wire, schedules)
 
 
 def run_plan(setting: Setting, output: Output, prices: Prices) -> None:
@@ -154,7 +136,7 @@ def run_plan(setting: Setting, output: Output, prices: Prices) -> None:
     planned = [make_planned(name, setting) for name in output.names]
     _write_files(planned, setting, output, prices)
     if output.as_json:
-        listed = [phase for direction in output.directions for phase in planned[0].schedules[direction]]
+        listed = [phase for direction in output.directions for phase in planned[0].plan.phases(direction)]
         json.dump(to_json(planned[0].name, listed), sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
@@ -170,19 +152,19 @@ def run_plan(setting: Setting, output: Output, prices: Prices) -> None:
 
 
 def _print_schedule(
-    console: Console, planned: Planned, direction: str, setting: Setting, all_ranks: bool
+    console: Console, planned: Planned, direction: Direction, setting: Setting, all_ranks: bool
 ) -> None:
     cp_size = setting.nodes * setting.ranks_per_node
     shown = range(cp_size if all_ranks else min(cp_size, SHOWN_RANKS))
     console.rule(f"[bold]{planned.name} {direction}[/]")
     console.print(f"{setting.words}\n", markup=False)
-    for phase in planned.schedules[direction]:
-        if len(planned.schedules[direction]) > 1:
+    for phase in planned.plan.phases(direction):
+        if len(planned.plan.phases(direction)) > 1:
             console.print(f"pass {phase.pass_.name}")
         max_steps = None if all_ranks else SHOWN_STEPS
         for part in grid_tables(phase, shown, max_steps, console.width):
             console.print(part)
-    numbers = planned.report(direction)
+    numbers = planned.plan.report(direction)
     buffers = {rank: planned.buffers(direction, rank) for rank in sorted({*shown, *_measured(cp_size)})}
     console.print(rank_table(numbers, buffers, setting.ranks_per_node, shown))
     for line in facts(numbers, buffers, cp_size):
@@ -197,13 +179,13 @@ def _measured(cp_size: int) -> list[int]:
 
 
 def _print_comparison(
-    console: Console, planned: list[Planned], direction: str, setting: Setting, prices: Prices
+    console: Console, planned: list[Planned], direction: Direction, setting: Setting, prices: Prices
 ) -> None:
     cp_size = setting.nodes * setting.ranks_per_node
     rows = [
         Compared(
             name=one.name,
-            report=one.report(direction),
+            report=one.plan.report(direction),
             buffers=[one.buffers(direction, rank) for rank in _measured(cp_size)],
             shared=one.timeline(direction, prices.model()),
             own=one.timeline(direction, prices.model(is_shared=False)),
@@ -248,8 +230,8 @@ def _write_files(planned: list[Planned], setting: Setting, output: Output, price
         links = ", a link for each transfer" if output.own_links else ""
         title = f"{direction}: {setting.words}\nmodel: {prices.words}{links}"
         names = [(one.name, timeline) for one, timeline in zip(planned, timelines, strict=True)]
-        phases = [one.schedules[direction] for one in planned]
-        domains, rank = planned[0].wire.problem.domains, output.only_rank
+        phases = [one.plan.phases(direction) for one in planned]
+        domains, rank = planned[0].plan.problem.domains, output.only_rank
         write_atomically(
             output.picture,
             lambda path: (

@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from charm_megatron.cost.report import Buffers, Report
+from charm_megatron.cost.buffers import Buffers
+from charm_megatron.cost.report import Report
 from charm_megatron.cost.timeline import Timeline
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.show.grid import VERBS, Cell, grid_column, num_rows
@@ -150,7 +151,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
     steps = f"{numbers.exposed_steps} step{'s' if numbers.exposed_steps > 1 else ''}"
     after = f"{steps} more, in which a rank sends up to {num_bytes_words(exposed)}"
     return [
-        f"steps with transfers: {numbers.num_comm_steps}; compute steps with blocks: {numbers.num_compute_steps}",
+        f"steps with transfers: {numbers.num_comm_steps}; compute steps: {numbers.num_compute_steps}",
         f"longest chain of transfers that need each other: {numbers.longest_chain}",
         f"after the last block: {after if numbers.exposed_steps else 'nothing is sent'}",
         f"busiest rank computes {numbers.imbalance:.2f} times the mean",

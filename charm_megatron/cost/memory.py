@@ -10,8 +10,10 @@ program holds.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from charm_megatron.cost.report import Buffers, peak_buffers
+from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.wire import WireFormat
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import PAYLOADS, Payload
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
@@ -37,42 +39,43 @@ class AttentionMemory:
         return self.own_bytes + self.buffer_bytes
 
 
-def attention_memory(
-    forward: Sequence[Schedule], backward: Sequence[Schedule], wire: WireFormat, ranks: Sequence[int]
-) -> AttentionMemory:
-    """The memory of the worst of `ranks`, over the phases of both passes."""
-    workload, cp_size = wire.workload, wire.problem.cp_size
-    own = {
-        "forward": own_bytes(workload, cp_size, "forward"),
-        "backward": own_bytes(workload, cp_size, "backward"),
-    }
+def attention_memory(phases: Sequence[Schedule], wire: WireFormat, ranks: Sequence[int]) -> AttentionMemory:
+    """The memory of the worst of `ranks`, over all phases of both directions."""
+    own = [own_bytes(wire.workload, wire.problem.cp_size, phase.pass_) for phase in phases]
     worst, pools = (0, 0, 0), []
     for rank in ranks:
         both = Buffers()
-        for phase in (*forward, *backward):
-            buffers = peak_buffers(phase.program(rank), phase.pass_, wire, rank)
+        for phase, mine in zip(phases, own, strict=True):
+            buffers = peak_buffers(phase, wire, rank)
             both |= buffers
-            mine = own[phase.pass_.direction]
             worst = max(worst, (mine + buffers.peak_bytes, mine, buffers.peak_bytes))
         pools.append(both.pool_bytes)
     return AttentionMemory(worst[1], worst[2], max(pools))
 
 
-def own_bytes(workload: Workload, cp_size: int, direction: str) -> int:
-    """A rank's operands and results of one pass, results both in the accumulate dtype and in the model's.
-
-    Forward: q, k, v, out, lse. Backward: q, k, v, out, dout, lse, delta, dq, dk, dv.
-    """
+def own_bytes(workload: Workload, cp_size: int, pass_: Pass) -> int:
+    """A rank's tensors during one pass; what the pass adds up, both in the accumulate dtype and in the model's."""
     rows = workload.batch * workload.seq_len // cp_size
-    q, out = rows * workload.num_heads * workload.head_dim, rows * workload.num_heads * workload.head_dim_v
-    kv = rows * workload.num_kv_heads * (workload.head_dim + workload.head_dim_v)
-    scalars = rows * workload.num_heads
-    operands, results, num_stats = (
-        (q + kv, out, 1) if direction == "forward" else (q + kv + 2 * out, q + kv, 2)
-    )
-    wide = ITEMSIZE_BYTES[workload.accumulate_dtype]
-    copies = results if workload.dtype != workload.accumulate_dtype else 0
-    return (operands + copies) * workload.itemsize_bytes + (results + num_stats * scalars) * wide
+    heads = {"q": workload.num_heads, "kv": workload.num_kv_heads}
+    accumulate = ITEMSIZE_BYTES[workload.accumulate_dtype]
+    added_up = {name for payload in pass_.results for name in payload.values}
+    num_bytes = 0
+    for name in pass_.held:
+        payload = _payload_with(name)
+        if name in payload.stats:
+            num_bytes += rows * heads[payload.side] * accumulate
+            continue
+        width = workload.width(payload.widths[payload.values.index(name)])
+        itemsize = workload.itemsize_bytes
+        if name in added_up:
+            itemsize = accumulate + (itemsize if workload.dtype != workload.accumulate_dtype else 0)
+        num_bytes += rows * heads[payload.side] * width * itemsize
+    return num_bytes
+
+
+def _payload_with(name: str) -> Payload:
+    """A payload that has the tensor among its values or statistics."""
+    return next(payload for payload in PAYLOADS.values() if name in (*payload.values, *payload.stats))
 
 
 def paper_bytes(name: str, workload: Workload, cp_size: int) -> int:

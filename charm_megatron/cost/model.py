@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.errors import WorkloadError
 from charm_megatron.schedule.actions import Attend, Message
-from charm_megatron.schedule.passes import PAYLOADS, Pass
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import PAYLOADS
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices of one device and its links.
+    """Rates of one device and its links.
 
     `is_shared`: transfers of a rank that use its link of one class in one direction go one after the other,
     each at the full rate; otherwise every transfer has a link of its own.
@@ -42,13 +43,11 @@ class CostModel:
             for kv in action.kv
             if not (action.causal and kv.chunk > q.chunk)
         )
-        backward = pass_.direction == "backward"
-        return (
-            wire.workload.block_flops(pairs, wire.heads(pass_.q_down), backward=backward) / self.flops_per_s
-        )
+        num_heads = wire.heads(pass_.q_down)
+        return wire.workload.block_flops(pairs, num_heads, pass_.products) / self.flops_per_s
 
     def message_s(self, message: Message, wire: WireFormat, *, crosses: bool) -> float:
         """Time of a message alone on its link."""
-        num_bytes = sum(wire.piece_bytes(PAYLOADS[name.payload], name.chunk) for name in message.names)
+        num_bytes = sum(wire.piece_bytes(PAYLOADS[piece.payload], piece.chunk) for piece in message.pieces)
         link = self.across if crosses else self.inside
         return link.latency_s + num_bytes / link.bytes_per_s

@@ -15,23 +15,46 @@ from charm_megatron.cost.model import CostModel
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.schedule.actions import Attend, Key, Message, Post, Program, Wait
-from charm_megatron.schedule.passes import PAYLOADS
+from charm_megatron.schedule.payload import PAYLOADS, Payload
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.schedule import Schedule
 
-SpanKind = Literal["attend", "inside", "across"]
+LinkClass = Literal["inside", "across"]
 
 
 @dataclass(frozen=True)
-class Span:
-    """One block computation (of `rank`), or one transfer (from `rank` to `peer`)."""
+class AttendSpan:
+    """One computation of blocks."""
 
-    kind: SpanKind
     rank: int
     start_s: float
     end_s: float
     label: str
-    peer: int = -1
-    is_result: bool = False
+
+    @property
+    def kind(self) -> Literal["attend"]:
+        return "attend"
+
+
+@dataclass(frozen=True)
+class TransferSpan:
+    """One message from `rank` to `peer`."""
+
+    kind: LinkClass
+    rank: int
+    peer: int
+    start_s: float
+    end_s: float
+    payload: Payload
+    pieces: tuple[Piece, ...]
+
+    @property
+    def label(self) -> str:
+        """The payload and the chunks of it."""
+        return f"{self.payload.name}{_chunks(self.pieces)}"
+
+
+Span = AttendSpan | TransferSpan
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,11 @@ class Timeline:
     spans: tuple[Span, ...]
     makespan_s: float
     busy_s: tuple[float, ...]
+
+    @property
+    def transfers(self) -> tuple[TransferSpan, ...]:
+        """The messages among the spans."""
+        return tuple(span for span in self.spans if isinstance(span, TransferSpan))
 
     @property
     def exposed_s(self) -> float:
@@ -115,7 +143,7 @@ class _Clockwork:
                 case Attend():
                     took_s = self.cost.attend_s(action, self.wire, self.schedule.pass_)
                     label = f"{_chunks(action.q)}·{_chunks(action.kv)}"
-                    self.spans.append(Span("attend", rank, state.now_s, state.now_s + took_s, label))
+                    self.spans.append(AttendSpan(rank, state.now_s, state.now_s + took_s, label))
                     state.now_s += took_s
                     state.busy_s += took_s
                 case _:
@@ -151,19 +179,10 @@ class _Clockwork:
         start_s = self._start_s(transfer)
         end_s = start_s + self.cost.message_s(transfer.message, self.wire, crosses=crosses)
         self.free_s[transfer.src, crosses, "out"] = self.free_s[transfer.dst, crosses, "in"] = end_s
-        names = transfer.message.names
-        is_result = PAYLOADS[names[0].payload].is_result
-        self.spans.append(
-            Span(
-                "across" if crosses else "inside",
-                transfer.src,
-                start_s,
-                end_s,
-                f"{names[0].payload}{_chunks(names)}",
-                transfer.dst,
-                is_result,
-            )
-        )
+        pieces = transfer.message.pieces
+        kind: LinkClass = "across" if crosses else "inside"
+        payload = PAYLOADS[pieces[0].payload]
+        self.spans.append(TransferSpan(kind, transfer.src, transfer.dst, start_s, end_s, payload, pieces))
         for rank in (transfer.src, transfer.dst):
             state = self.ranks[rank]
             state.unfinished[transfer.key] -= 1
@@ -179,5 +198,5 @@ def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
         seen[message.peer] += 1
 
 
-def _chunks(names: tuple[object, ...]) -> str:
-    return ",".join(str(getattr(name, "chunk", "")) for name in names)
+def _chunks(pieces: tuple[Piece, ...]) -> str:
+    return ",".join(str(piece.chunk) for piece in pieces)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.errors import WorkloadError
-from charm_megatron.lowering.decisions import IntArray, Problem
-from charm_megatron.schedule.passes import Payload
+from charm_megatron.schedule.payload import Payload
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
@@ -15,8 +16,8 @@ from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 class WireFormat:
     """Sizes of pieces as they travel.
 
-    A piece of s tokens is s * batch * heads rows. Each row has the wide numbers of its payload in the dtype of
-    the payload's role, and its scalars (lse, delta) in the accumulate dtype.
+    A piece of s tokens is s * batch * heads rows. Each row has the values of its payload in the dtype of the payload's
+    role, and its statistics (lse, delta) in the accumulate dtype.
     """
 
     workload: Workload
@@ -51,12 +52,11 @@ class WireFormat:
         return self.workload.num_kv_heads // self.problem.kv_head_groups
 
     def width(self, payload: Payload) -> int:
-        """Wide numbers of one row."""
-        widths = {"head_dim": self.workload.head_dim, "head_dim_v": self.workload.head_dim_v}
-        return sum(widths[name] for name in payload.widths)
+        """Values of one row."""
+        return sum(self.workload.width(name) for name in payload.widths)
 
     def value_dtype(self, payload: Payload) -> str:
-        """Dtype of the wide numbers."""
+        """Dtype of the values on the wire."""
         roles = {
             "model": self.workload.dtype,
             "out_return": self.out_return_dtype,
@@ -66,9 +66,16 @@ class WireFormat:
 
     def token_bytes(self, payload: Payload) -> int:
         """Bytes of one token of a piece on the wire."""
-        wide = self.width(payload) * ITEMSIZE_BYTES[self.value_dtype(payload)]
-        scalars = payload.num_stats * ITEMSIZE_BYTES[self.workload.accumulate_dtype]
-        return self.workload.batch * self.heads(payload) * (wide + scalars)
+        return self._token_bytes(payload, self.value_dtype(payload))
+
+    def accumulator_token_bytes(self, payload: Payload) -> int:
+        """Bytes of one token of a result while it is added up."""
+        return self._token_bytes(payload, self.workload.accumulate_dtype)
+
+    def _token_bytes(self, payload: Payload, value_dtype: str) -> int:
+        values = self.width(payload) * ITEMSIZE_BYTES[value_dtype]
+        stats = payload.num_stats * ITEMSIZE_BYTES[self.workload.accumulate_dtype]
+        return self.workload.batch * self.heads(payload) * (values + stats)
 
     def piece_bytes(self, payload: Payload, chunk: int) -> int:
         """Bytes of one piece on the wire."""
@@ -83,9 +90,9 @@ def make_wire_format(
     grad_return_dtype: str = "float32",
 ) -> WireFormat:
     """`out_return_dtype` and `grad_return_dtype` are "model" or "float32"; a float64 model always returns float64."""
-    wide = workload.accumulate_dtype
-    out_dtype = workload.dtype if out_return_dtype == "model" else wide
-    grad_dtype = workload.dtype if grad_return_dtype == "model" else wide
+    accumulate = workload.accumulate_dtype
+    out_dtype = workload.dtype if out_return_dtype == "model" else accumulate
+    grad_dtype = workload.dtype if grad_return_dtype == "model" else accumulate
     return WireFormat(workload, problem, out_dtype, grad_dtype)
 
 
@@ -110,10 +117,11 @@ class Traffic:
 def hop_bytes(schedule: Schedule, wire: WireFormat) -> IntArray:
     """Bytes of each hop."""
     hops, problem, payloads = schedule.hops, schedule.problem, schedule.pass_.payloads
-    groups = np.asarray([problem.head_groups(payload.side) for payload in payloads], dtype=np.int64)
-    token_bytes = np.asarray([wire.token_bytes(payload) for payload in payloads], dtype=np.int64)
-    chunk = hops.piece // groups[hops.payload] % problem.num_chunks
-    sizes: IntArray = problem.lengths[chunk] * token_bytes[hops.payload]
+    sizes = np.zeros(len(hops.piece), dtype=np.int64)
+    for number, payload in enumerate(payloads):
+        rows = hops.payload == number
+        chunks = problem.numbering(payload.side).chunk(hops.piece[rows])
+        sizes[rows] = problem.lengths[chunks] * wire.token_bytes(payload)
     return sizes
 
 

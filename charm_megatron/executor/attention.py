@@ -1,19 +1,20 @@
 """Context-parallel attention as one autograd function: the phases of either direction, one after the other."""
 
-from collections.abc import Generator
+from collections.abc import Generator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from charm_megatron.compile import Plan
 from charm_megatron.cost.wire import WireFormat
-from charm_megatron.executor.blocks import BlockContext, BlockKey, softmax_rows
 from charm_megatron.executor.buffers import BufferPool
-from charm_megatron.executor.run import ProgramRun, RankPlan
-from charm_megatron.executor.store import PieceStore
+from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, BlockKey
+from charm_megatron.executor.run import LabelledProgram, ProgramRun
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel, accumulate_dtype
+from charm_megatron.schedule.passes import DIRECTIONS
 
 
 @dataclass(frozen=True)
@@ -24,107 +25,68 @@ class AttentionCall:
     """
 
     rank: int
-    forward_plans: tuple[RankPlan, ...]
-    backward_plans: tuple[RankPlan, ...]
+    forward_programs: tuple[LabelledProgram, ...]
+    backward_programs: tuple[LabelledProgram, ...]
     wire: WireFormat
     kernel: BlockKernel
     transport: Transport
     pool: BufferPool
-    softmax_scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> "ForwardResult":
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> "ForwardResult":
         """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h]."""
-        return run_phases(self.forward_phases(q, k, v))
+        return run_phases(self.forward_phases(q, k, v, softmax_scale))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult"
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult", softmax_scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dout [s, b, h, d_v] -> dq, dk, dv, shaped and typed like q, k, v."""
-        return run_phases(self.backward_phases(dout, q, k, v, result))
+        return run_phases(self.backward_phases(dout, q, k, v, result, softmax_scale))
 
-    def forward_phases(self, q: Tensor, k: Tensor, v: Tensor) -> "Phases[ForwardResult]":
+    def forward_phases(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+    ) -> "Phases[ForwardResult]":
         """The runs of the forward pass; whoever takes them runs each to its end before taking the next."""
-        if self.forward_plans[0].pass_.name == "logits":
-            return (yield from self._forward_in_two_rounds(q, k, v))
-        (plan,) = self.forward_plans
-        store, context = self._store(), self._context()
-        store.pack_local("q", (q,))
-        store.pack_local("kv", (k, v))
-        store.alloc_result("o")
-        yield ProgramRun(plan, store, context, self.transport)
-        out, lse = store.home_result("o")
-        return ForwardResult(out.to(q.dtype), lse[..., 0], {})
+        tensors = {"q": q, "k": k, "v": v}
+        context = self._context(softmax_scale, {})
+        yield from self._phases(self.forward_programs, context, tensors)
+        return ForwardResult(tensors["out"].to(q.dtype), tensors["lse"], context.logits)
 
     def backward_phases(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult"
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult", softmax_scale: float
     ) -> "Phases[tuple[Tensor, Tensor, Tensor]]":
         """The runs of the backward pass, as `forward_phases`."""
-        wide = accumulate_dtype(q.dtype)
-        delta = (dout.to(wide) * result.out.to(wide)).sum(-1)  # [s, b, h]
-        if self.backward_plans[0].pass_.name == "values_backward":
-            return (yield from self._backward_in_two_rounds(dout, q, k, v, delta, result.probabilities))
-        (plan,) = self.backward_plans
-        store = self._store()
-        store.pack_local("g", (q, dout), (result.lse, delta))
-        store.pack_local("kv", (k, v))
-        store.alloc_result("dq")
-        store.alloc_result("dkv")
-        yield ProgramRun(plan, store, self._context(), self.transport)
-        dq, _ = store.home_result("dq")
-        dkv, _ = store.home_result("dkv")
-        dk, dv = torch.split(dkv, [k.shape[-1], v.shape[-1]], dim=-1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        accumulate = accumulate_dtype(q.dtype)
+        delta = (dout.to(accumulate) * result.out.to(accumulate)).sum(-1)  # [s, b, h]
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "lse": result.lse, "delta": delta}
+        context = self._context(softmax_scale, dict(result.probabilities))
+        yield from self._phases(self.backward_programs, context, tensors)
+        return tensors["dq"].to(q.dtype), tensors["dk"].to(k.dtype), tensors["dv"].to(v.dtype)
 
-    def _forward_in_two_rounds(self, q: Tensor, k: Tensor, v: Tensor) -> "Phases[ForwardResult]":
-        """Ring self-attention: logits of whole rows, softmax, values."""
-        logits_plan, values_plan = self.forward_plans
-        store, context = self._store(), self._context()
-        store.pack_local("q", (q,))
-        store.pack_local("k", (k,))
-        yield ProgramRun(logits_plan, store, context, self.transport)
-        by_row = softmax_rows(context)
-        store = self._store()
-        store.bind_local("p", q)
-        store.pack_local("v", (v,))
-        store.alloc_result("o")
-        yield ProgramRun(values_plan, store, context, self.transport)
-        out, _ = store.home_result("o")
-        # [b, h_k, g, s] -> [s, b, h]
-        rows = [by_row[chunk, 0].permute(3, 0, 1, 2).flatten(2, 3) for chunk in store.chunks]
-        return ForwardResult(out.to(q.dtype), torch.cat(rows), context.logits)
+    def _phases(
+        self, programs: Sequence[LabelledProgram], context: BlockContext, tensors: MutableMapping[str, Tensor]
+    ) -> "Phases[None]":
+        """Runs the phases of one direction; each adds its results to `tensors`."""
+        chunks = self.wire.problem.sharding.chunks_of(self.rank)
+        for program in programs:
+            COMPUTATIONS[program.compiled.pass_].prepare(context, chunks, tensors)
+            run = ProgramRun(program, self.wire, self.pool, context, self.transport)
+            run.bind(tensors)
+            yield run
+            tensors.update(run.results())
+            run.close()
 
-    def _backward_in_two_rounds(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        delta: Tensor,
-        probabilities: dict[BlockKey, Tensor],
-    ) -> "Phases[tuple[Tensor, Tensor, Tensor]]":
-        values_plan, logits_plan = self.backward_plans
-        context = self._context(dict(probabilities))
-        store = self._store()
-        store.bind_local("dp", dout, delta)
-        store.pack_local("v", (v,))
-        store.alloc_result("dv")
-        yield ProgramRun(values_plan, store, context, self.transport)
-        dv, _ = store.home_result("dv")
-        store = self._store()
-        store.bind_local("ds", q)
-        store.pack_local("k", (k,))
-        store.alloc_result("dq")
-        store.alloc_result("dk")
-        yield ProgramRun(logits_plan, store, context, self.transport)
-        dq, _ = store.home_result("dq")
-        dk, _ = store.home_result("dk")
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    def _context(self, softmax_scale: float, logits: dict[BlockKey, Tensor]) -> BlockContext:
+        return BlockContext(self.kernel, softmax_scale, self.wire.workload.head_dim, logits)
 
-    def _context(self, logits: dict[BlockKey, Tensor] | None = None) -> BlockContext:
-        return BlockContext(self.kernel, self.softmax_scale, self.wire.workload.head_dim, logits or {})
 
-    def _store(self) -> PieceStore:
-        return PieceStore(self.wire, self.rank, self.pool)
+def attention_call(
+    plan: Plan, rank: int, kernel: BlockKernel, transport: Transport, pool: BufferPool
+) -> AttentionCall:
+    """What one rank runs of a plan."""
+    forward, backward = (
+        tuple(map(LabelledProgram, plan.rank_programs(direction, rank))) for direction in DIRECTIONS
+    )
+    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool)
 
 
 @dataclass(frozen=True)
@@ -140,7 +102,7 @@ type Phases[Result] = Generator[ProgramRun, None, Result]
 
 
 def run_phases[Result](phases: Phases[Result]) -> Result:
-    """Runs all phases of one rank, one after the other, and gives their result."""
+    """Runs all phases of one rank, one after the other, and returns their result."""
     while True:
         try:
             run = next(phases)
@@ -151,18 +113,21 @@ def run_phases[Result](phases: Phases[Result]) -> Result:
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """`apply(q, k, v, call)` -> (out, lse); lse carries no gradient."""
+    """`apply(q, k, v, call, softmax_scale)` -> (out, lse); lse carries no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        result = call.forward(q, k, v)
-        ctx.call, ctx.probabilities = call, result.probabilities
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        result = call.forward(q, k, v, softmax_scale)
+        ctx.call, ctx.softmax_scale, ctx.probabilities = call, softmax_scale, result.probabilities
         ctx.save_for_backward(q, k, v, result.out, result.lse)
         ctx.mark_non_differentiable(result.lse)
         return result.out, result.lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         dout, _ = grads
         q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.call.backward(dout, q, k, v, ForwardResult(out, lse, ctx.probabilities)), None
+        result = ForwardResult(out, lse, ctx.probabilities)
+        return *ctx.call.backward(dout, q, k, v, result, ctx.softmax_scale), None, None

@@ -1,9 +1,8 @@
 """Pieces in memory: byte buffers that hold some pieces of one payload, ready to be sent.
 
-Legend: s tokens, b batch, h heads of a piece, w wide numbers and c scalars of a row (see `WireFormat`). A buffer
-is the wide numbers [s, b, h, w] of all its pieces, one after the other, then all their scalars [s, b, h, c]. Tokens
-are outermost, so consecutive pieces are one tensor, and k and v of a row lie side by side: kernels read them in
-place.
+Legend: s tokens, b batch, h heads of a piece, w values and c statistics of a row (see `WireFormat`). A buffer is the
+values [s, b, h, w] of all its pieces, one after the other, then all their statistics [s, b, h, c]. Tokens are
+outermost, so consecutive pieces are one tensor, and k and v of a row lie side by side: kernels read them in place.
 """
 
 from collections import defaultdict
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from charm_megatron.cost.wire import WireFormat
-from charm_megatron.schedule.actions import Piece
-from charm_megatron.schedule.passes import Payload
+from charm_megatron.schedule.payload import Payload
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,12 @@ class RowSpec:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of the wide numbers of one token."""
+        """Bytes of the values of one token."""
         return self.batch * self.heads * self.width * self.value_dtype.itemsize
 
     @property
     def stat_bytes(self) -> int:
-        """Bytes of the scalars of one token."""
+        """Bytes of the statistics of one token."""
         return self.batch * self.heads * self.num_stats * self.stat_dtype.itemsize
 
     @property
@@ -86,35 +84,34 @@ class BufferPool:
         self._free[buffer.numel()].append(buffer)
 
 
-class Parcel:
-    """Some pieces of one payload in one buffer; `tokens[i]` is the length of piece i."""
+class PackedBuffer:
+    """Some pieces of one payload in one stretch of memory; `tokens[i]` is the length of piece i."""
 
-    def __init__(self, spec: RowSpec, names: Sequence[Piece], tokens: Sequence[int], buffer: Tensor):
-        self.spec, self.names, self.buffer = spec, tuple(names), buffer
+    def __init__(self, spec: RowSpec, tokens: Sequence[int], memory: Tensor):
+        self.spec, self.memory = spec, memory
         self.offsets = (0, *accumulate(tokens))
         num_tokens = self.offsets[-1]
-        assert buffer.numel() == num_tokens * spec.token_bytes, (buffer.numel(), num_tokens, spec)
-        end_of_wide = num_tokens * spec.value_bytes
+        assert memory.numel() == num_tokens * spec.token_bytes, (memory.numel(), num_tokens, spec)
+        end_of_values = num_tokens * spec.value_bytes
         rows = (num_tokens, spec.batch, spec.heads)
-        self._wide = buffer[:end_of_wide].view(spec.value_dtype).view(*rows, spec.width)
-        self._scalars = buffer[end_of_wide:].view(spec.stat_dtype).view(*rows, spec.num_stats)
+        self.all_values = memory[:end_of_values].view(spec.value_dtype).view(*rows, spec.width)
+        self.all_stats = memory[end_of_values:].view(spec.stat_dtype).view(*rows, spec.num_stats)
 
-    def wide(self, start: int, stop: int) -> Tensor:
-        """Wide numbers of pieces start..stop, [tokens, b, h, w]."""
-        return self._wide[self.offsets[start] : self.offsets[stop]]
+    def values(self, start: int, stop: int) -> Tensor:
+        """Values of pieces start..stop, [tokens, b, h, w]."""
+        return self.all_values[self.offsets[start] : self.offsets[stop]]
 
-    def scalars(self, start: int, stop: int) -> Tensor:
-        """Scalars of pieces start..stop, [tokens, b, h, c]."""
-        return self._scalars[self.offsets[start] : self.offsets[stop]]
+    def stats(self, start: int, stop: int) -> Tensor:
+        """Statistics of pieces start..stop, [tokens, b, h, c]."""
+        return self.all_stats[self.offsets[start] : self.offsets[stop]]
 
-    def wire_bytes(self, start: int, stop: int) -> Tensor | None:
-        """Pieces start..stop as one contiguous byte tensor, or None where they are not contiguous."""
-        if (start, stop) == (0, len(self.names)):
-            return self.buffer
-        if self.spec.num_stats:
-            return None
+    def wire_bytes(self, start: int, stop: int) -> Tensor:
+        """Pieces start..stop as one byte tensor: all of them, or of a payload without statistics."""
+        if (start, stop) == (0, len(self.offsets) - 1):
+            return self.memory
+        assert not self.spec.num_stats, "values and statistics of some pieces do not lie side by side"
         per_token = self.spec.value_bytes
-        return self.buffer[self.offsets[start] * per_token : self.offsets[stop] * per_token]
+        return self.memory[self.offsets[start] * per_token : self.offsets[stop] * per_token]
 
 
 def head_groups_apart(shard: Tensor, groups: int) -> Tensor:

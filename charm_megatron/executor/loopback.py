@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from charm_megatron.cost.wire import WireFormat
+from charm_megatron.compile import Plan
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.executor.attention import AttentionCall, Phases
+from charm_megatron.executor.attention import Phases, attention_call
 from charm_megatron.executor.buffers import BufferPool
-from charm_megatron.executor.run import ProgramRun, rank_plan
+from charm_megatron.executor.run import ProgramRun
 from charm_megatron.executor.transport import Transfer
 from charm_megatron.kernels import BlockKernel
-from charm_megatron.schedule.schedule import Schedule
 
 
 @dataclass(eq=False)
@@ -159,8 +158,6 @@ def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
         raise ScheduleFault(f"deadlock: ranks {stuck} wait for transfers that nobody posts")
     if any(network.queues):
         raise ScheduleFault("transfers are left that nobody has matched")
-    for run in runs:
-        run.close()
 
 
 def _may_step(run: ProgramRun) -> bool:
@@ -200,9 +197,7 @@ class LoopbackGroup:
 
     def __init__(
         self,
-        forward: Sequence[Schedule],
-        backward: Sequence[Schedule],
-        wire: WireFormat,
+        plan: Plan,
         kernel: BlockKernel,
         *,
         softmax_scale: float,
@@ -210,21 +205,12 @@ class LoopbackGroup:
         is_buffered: bool = False,
     ):
         device = device or torch.device("cpu")
-        size = wire.problem.cp_size
-        self.sharding = wire.problem.sharding
+        size = plan.problem.cp_size
+        self.softmax_scale, self.sharding = softmax_scale, plan.problem.sharding
         self.network = LoopbackNetwork(size, is_buffered=is_buffered)
         self.transports = [self.network.transport(rank) for rank in range(size)]
         self.calls = [
-            AttentionCall(
-                rank=rank,
-                forward_plans=tuple(rank_plan(schedule, rank) for schedule in forward),
-                backward_plans=tuple(rank_plan(schedule, rank) for schedule in backward),
-                wire=wire,
-                kernel=kernel,
-                transport=self.transports[rank],
-                pool=GuardedPool(device, self.network, rank),
-                softmax_scale=softmax_scale,
-            )
+            attention_call(plan, rank, kernel, self.transports[rank], GuardedPool(device, self.network, rank))
             for rank in range(size)
         ]
 
@@ -233,18 +219,17 @@ class LoopbackGroup:
 
         Raises `ScheduleFault` on a deadlock, and whatever a wrong program runs into.
         """
-        shards = [self._shards(x) for x in (q, k, v, dout)]
-        qs, ks, vs, douts = shards
-        results = run_phases_together(
-            [call.forward_phases(*x) for call, *x in zip(self.calls, qs, ks, vs, strict=True)], self.network
-        )
-        grads = run_phases_together(
-            [
-                call.backward_phases(*x, result)
-                for call, *x, result in zip(self.calls, douts, qs, ks, vs, results, strict=True)
-            ],
-            self.network,
-        )
+        shards = list(zip(*(self._shards(x) for x in (q, k, v, dout)), strict=True))
+        scale = self.softmax_scale
+        forward = [
+            call.forward_phases(q, k, v, scale) for call, (q, k, v, _) in zip(self.calls, shards, strict=True)
+        ]
+        results = run_phases_together(forward, self.network)
+        backward = [
+            call.backward_phases(dout, q, k, v, result, scale)
+            for call, (q, k, v, dout), result in zip(self.calls, shards, results, strict=True)
+        ]
+        grads = run_phases_together(backward, self.network)
         dq, dk, dv = (self._join([grad[i] for grad in grads]) for i in range(3))
         return LoopbackResult(
             self._join([result.out for result in results]),

@@ -1,138 +1,145 @@
-"""One rank's program on tensors: a loop over its actions."""
+"""One rank's program on tensors: a loop over its actions, with all names resolved ahead."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from charm_megatron.executor.blocks import ATTENDS, BlockContext, accumulate
-from charm_megatron.executor.buffers import Parcel
-from charm_megatron.executor.store import PieceStore
+from charm_megatron.compile import RankProgram
+from charm_megatron.cost.wire import WireFormat
+from charm_megatron.executor.buffers import BufferPool
+from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, Operand
+from charm_megatron.executor.held import HeldTensors
+from charm_megatron.executor.reduce import Partial, add
 from charm_megatron.executor.transport import Transfer, Transport
-from charm_megatron.schedule.actions import (
-    Accumulate,
-    Attend,
-    Free,
-    Key,
-    Message,
-    Piece,
-    Post,
-    Program,
-    Wait,
+from charm_megatron.lowering.storage import (
+    AccumulateStep,
+    AttendStep,
+    FreeStep,
+    PostStep,
+    Receive,
+    SendInPlace,
+    SendPacked,
+    WaitStep,
 )
-from charm_megatron.schedule.passes import PAYLOADS, Pass
-from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.actions import Key
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """One phase of one rank: its program, and the text of each action, under which profilers show it."""
+@dataclass(frozen=True, eq=False)
+class LabelledProgram:
+    """A rank's program, and the text of each action, under which profilers show it."""
 
-    pass_: Pass
-    program: Program
-    labels: tuple[str, ...]
+    compiled: RankProgram
 
-
-def rank_plan(schedule: Schedule, rank: int) -> RankPlan:
-    """The program of one rank, ready to run many times."""
-    program = schedule.program(rank)
-    return RankPlan(schedule.pass_, program, tuple(str(action) for action in program))
-
-
-@dataclass
-class _Open:
-    """A post under way."""
-
-    post: Post
-    handle: object = None
-    landing: list[Parcel] = field(default_factory=list)
-    packed: list[Tensor] = field(default_factory=list)
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(str(action) for action in self.compiled.program)
 
 
 class ProgramRun:
-    """Runs a program once over the pieces of `store`."""
+    """Runs a program once over the tensors of a rank's shard."""
 
-    def __init__(self, plan: RankPlan, store: PieceStore, context: BlockContext, transport: Transport):
-        self.plan, self.store, self.context, self.transport = plan, store, context, transport
-        self._open: dict[Key, _Open] = {}
-        self._attend = ATTENDS[plan.pass_.name]
+    def __init__(
+        self,
+        plan: LabelledProgram,
+        wire: WireFormat,
+        pool: BufferPool,
+        context: BlockContext,
+        transport: Transport,
+    ):
+        self.plan, self.context, self.transport = plan, context, transport
+        self.pass_, self.storage = plan.compiled.pass_, plan.compiled.storage
+        self.held = HeldTensors(self.storage, wire, pool)
+        self._handles: dict[Key, object] = {}
+        self._attend = COMPUTATIONS[self.pass_].attend
         self._position = 0
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts the rank's operands in place, by the names that payloads give to their fields."""
+        for payload in (self.pass_.q_down, self.pass_.kv_down):
+            self.held.bind_local(payload, tensors)
+        for payload in self.pass_.results:
+            self.held.alloc_result(payload)
+
+    def results(self) -> dict[str, Tensor]:
+        """The rank's results after the run, by field."""
+        return {name: x for payload in self.pass_.results for name, x in self.held.result(payload).items()}
 
     def run(self) -> None:
         """Runs all actions in order."""
         while not self.is_finished:
             self.step()
-        self.close()
 
     def close(self) -> None:
-        """Asserts that nothing is left under way, and gives the buffers of the operands at home back."""
-        assert not self._open, "the program ends with transfers under way"
-        self.store.close()
+        """Gives the buffers of the operands at home back."""
+        assert not self._handles, "the program ends with transfers under way"
+        self.held.close()
 
     @property
     def is_finished(self) -> bool:
-        return self._position == len(self.plan.program)
+        return self._position == len(self.storage.steps)
 
     def step(self) -> None:
         """Runs the next action."""
-        action = self.plan.program[self._position]
+        step = self.storage.steps[self._position]
         with record_function(self.plan.labels[self._position]):
-            match action:
-                case Post():
-                    self._post(action)
-                case Wait(key):
-                    self._wait(key)
-                case Attend():
-                    self._attend(self.store, self.context, action)
-                case Accumulate(name):
-                    accumulate(self.store, self.plan.pass_.name, name)
-                case Free(name):
-                    self._free(name)
+            match step:
+                case PostStep():
+                    self._post(step)
+                case WaitStep(key, gives):
+                    self.transport.wait(self._handles.pop(key))
+                    self._give(gives)
+                case AttendStep():
+                    self._compute(step)
+                case AccumulateStep():
+                    self._accumulate(step)
+                case FreeStep(gives):
+                    self._give(gives)
         self._position += 1
 
     @property
     def waits_for(self) -> object | None:
         """The transport's handle of the post that the next action waits for, if it is a Wait."""
         if not self.is_finished:
-            action = self.plan.program[self._position]
-            if isinstance(action, Wait):
-                return self._open[action.key].handle
+            step = self.storage.steps[self._position]
+            if isinstance(step, WaitStep):
+                return self._handles[step.key]
         return None
 
-    def _post(self, post: Post) -> None:
-        assert post.key not in self._open, f"post {post.key} is still under way"
-        under_way = _Open(post)
-        sends = [self._outgoing(message, under_way) for message in post.sends]
-        recvs: list[Transfer] = []
-        for peer, names in post.recvs:
-            parcel = self.store.incoming(names)
-            under_way.landing.append(parcel)
-            recvs.append((peer, parcel.buffer))
-        under_way.handle = self.transport.post(sends, recvs)
-        self._open[post.key] = under_way
+    def _post(self, step: PostStep) -> None:
+        sends = [(send.peer, self._outgoing(send)) for send in step.sends]
+        recvs: list[Transfer] = [(recv.peer, self._incoming(recv)) for recv in step.recvs]
+        self._handles[step.key] = self.transport.post(sends, recvs)
 
-    def _outgoing(self, message: Message, under_way: _Open) -> Transfer:
-        """The message as bytes: in place where its pieces lie side by side as they travel, else packed."""
-        peer, names = message
-        if not PAYLOADS[names[0].payload].is_result:
-            runs = list(self.store.runs(names))
-            if len(runs) == 1:
-                in_place = runs[0].parcel.wire_bytes(runs[0].start, runs[0].stop)
-                if in_place is not None:
-                    return peer, in_place
-        packed = self.store.packed(names)
-        under_way.packed.append(packed.buffer)
-        return peer, packed.buffer
+    def _outgoing(self, send: SendInPlace | SendPacked) -> Tensor:
+        match send:
+            case SendInPlace(_, at):
+                return self.held.buffer(at.buffer).wire_bytes(at.start, at.stop)
+            case SendPacked(_, number, sources):
+                return self.held.pack(number, sources).memory
 
-    def _free(self, name: Piece) -> None:
-        for under_way in self._open.values():
-            assert all(name not in message.names for message in under_way.post.sends), f"{name} is being sent"
-        self.store.free(name)
+    def _incoming(self, recv: Receive) -> Tensor:
+        return self.held.take(recv.buffer).memory
 
-    def _wait(self, key: Key) -> None:
-        done = self._open.pop(key)
-        self.transport.wait(done.handle)
-        for parcel in done.landing:
-            self.store.put(parcel)
-        for buffer in done.packed:
-            self.store.pool.give(buffer)
+    def _compute(self, step: AttendStep) -> None:
+        for number in step.takes:
+            self.held.take(number)
+        q, kv = Operand(*self.held.operand(step.q)), Operand(*self.held.operand(step.kv))
+        partials = self._attend(self.context, step, q, kv)
+        for payload, into, partial in zip(self.pass_.results, step.results, partials, strict=True):
+            assert payload.reduction is not None, "results say how they add up"
+            add(self.held, payload.reduction, into, partial)
+
+    def _accumulate(self, step: AccumulateStep) -> None:
+        for number in step.takes:
+            self.held.take(number)
+        payload = self.storage.buffers[step.source.buffer].payload
+        assert payload.reduction is not None, "only results are accumulated"
+        stats = self.held.stats(step.source)[..., 0] if payload.num_stats else None
+        add(self.held, payload.reduction, [step.target], Partial((self.held.values(step.source),), stats))
+
+    def _give(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            self.held.give(number)

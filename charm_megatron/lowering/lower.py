@@ -15,45 +15,21 @@ from itertools import pairwise
 import numpy as np
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.decisions import Decisions, IntArray, Problem, Routes
-from charm_megatron.schedule.passes import Pass, Side
+from charm_megatron.lowering.decisions import Decisions, Routes
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import SIDES, Side
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.tables import Blocks, Hops
 
 NEVER = np.iinfo(np.int64).max
-SIDES: tuple[Side, Side] = ("q", "kv")
-
-
-@dataclass(frozen=True, eq=False)
-class Hops:
-    """One row a transfer of one piece between two ranks. `payload` indexes `Pass.payloads`."""
-
-    comm_step: IntArray
-    payload: IntArray
-    piece: IntArray
-    src: IntArray
-    dst: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """One row an unmasked block: who computes it, and in which compute step."""
-
-    q: IntArray
-    kv: IntArray
-    head: IntArray
-    rank: IntArray
-    compute_step: IntArray
-    kv_copy: IntArray
 
 
 def lower(decisions: Decisions, pass_: Pass) -> tuple[Hops, Blocks]:
     """The tables of one pass. Raises `ScheduleFault` when the routes contradict each other."""
     problem = decisions.problem
     q, kv, head, rank, copy = block_columns(decisions)
-    kv_piece = (copy * problem.num_chunks + kv) * problem.kv_head_groups + problem.kv_head_of(head)
-    at: dict[Side, IntArray] = {
-        "q": _at(problem, q * problem.q_head_groups + head, rank),
-        "kv": _at(problem, kv_piece, rank),
-    }
+    at = {side: _at(problem, problem.operand_pieces(side, q, kv, head, copy), rank) for side in SIDES}
     routes = cut_routes(decisions, at)
     arrive = arrivals(decisions, routes)
     compute_step = time_blocks(arrive, at)
@@ -99,9 +75,8 @@ def _at(problem: Problem, piece: IntArray, rank: IntArray) -> IntArray:
 
 
 def _home_index(decisions: Decisions, side: Side) -> IntArray:
-    problem = decisions.problem
-    home = np.repeat(problem.home, problem.head_groups(side))
-    return _at(problem, np.arange(decisions.num_pieces(side)), np.tile(home, decisions.num_copies(side)))
+    problem, pieces = decisions.problem, np.arange(decisions.num_pieces(side))
+    return _at(problem, pieces, problem.home[problem.numbering(side).chunk(pieces)])
 
 
 def _state(decisions: Decisions, side: Side, value: int) -> IntArray:
@@ -116,7 +91,9 @@ def cut_routes(decisions: Decisions, at: dict[Side, IntArray]) -> list[_Cut]:
     for side in SIDES:
         needed[side][at[side]] = True
     out = []
-    for routes in reversed(decisions.routes):  # a later route starts where an earlier one has been
+    for routes in reversed(
+        [routes for routes in decisions.routes if routes.steps.size]
+    ):  # a later route starts where an earlier one has been
         need = needed[routes.side][_at(problem, routes.pieces[:, None], routes.path[:, 1:])]
         hops = need.shape[1]
         kept = np.where(need.any(axis=1), hops - need[:, ::-1].argmax(axis=1), 0)

@@ -11,11 +11,10 @@ one ordered queue of fused groups: the results of a step, then its operands.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from charm_megatron.lowering.decisions import Problem
 from charm_megatron.schedule.actions import (
     Accumulate,
     Action,
@@ -23,29 +22,31 @@ from charm_megatron.schedule.actions import (
     Free,
     Key,
     Message,
-    Piece,
     Post,
     Program,
     Wait,
+    reads,
+    writes,
 )
-from charm_megatron.schedule.passes import PAYLOADS, Pass
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import PAYLOADS
+from charm_megatron.schedule.piece import Piece
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import Band
-
-if TYPE_CHECKING:
-    from charm_megatron.schedule.schedule import Schedule
 
 ComputeSteps = dict[int, list[Attend]]
 
 
-def rank_program(schedule: "Schedule", rank: int) -> Program:
+def rank_program(schedule: Schedule, rank: int) -> Program:
     """All actions of one rank, in order."""
     posts = _posts(schedule, rank)
-    body = _interleave(posts, _post_steps(posts, schedule.depth), _attends(schedule, rank))
+    body = _interleave(posts, _post_steps(posts, schedule.options.prefetch_depth), _attends(schedule, rank))
     body = send_results_early(body, schedule.pass_)
     return tuple(add_frees(add_waits(body, schedule, rank), schedule, rank))
 
 
-def _posts(schedule: "Schedule", rank: int) -> list[Post]:
+def _posts(schedule: Schedule, rank: int) -> list[Post]:
     """The transfers of one rank, in key order; pieces with equal step, lane and peer are one message."""
     hops, problem = schedule.hops, schedule.problem
     rows = np.nonzero((hops.src == rank) | (hops.dst == rank))[0]
@@ -56,13 +57,13 @@ def _posts(schedule: "Schedule", rank: int) -> list[Post]:
     ):
         kind, crosses = schedule.pass_.payloads[payload], problem.domains.crosses(src, dst)
         lane = 2 * payload + (not crosses)  # the slower link first
-        order = (0 if kind.is_result else 1) if schedule.fuse else lane
-        number, head = divmod(piece, problem.head_groups(kind.side))
-        copy, chunk = divmod(number, problem.num_chunks)
+        order = (0 if kind.is_result else 1) if schedule.options.fuse else lane
         is_send = src == rank
-        received_from = src if kind.is_result and not is_send else -1
-        name = Piece(kind.name, chunk, head, received_from, copy)
-        names[Key(step, order), lane, dst if is_send else src, is_send].append(name)
+        numbering = problem.numbering(kind.side)
+        received_from = src if kind.is_result and not is_send else None
+        names[Key(step, order), lane, dst if is_send else src, is_send].append(
+            numbering.piece(kind.name, piece, received_from)
+        )
     grouped: dict[Key, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for (key, _, peer, is_send), listed in sorted(names.items()):
         message = Message(peer, tuple(sorted(listed, key=lambda name: (name.head, name.chunk))))
@@ -70,19 +71,19 @@ def _posts(schedule: "Schedule", rank: int) -> list[Post]:
     return [Post(key, tuple(sends), tuple(recvs)) for key, (sends, recvs) in sorted(grouped.items())]
 
 
-def _post_steps(posts: list[Post], depth: int) -> list[int]:
-    """When each post is made: `depth - 1` compute steps ahead of its step, but not before what it sends is there."""
+def _post_steps(posts: list[Post], prefetch_depth: int) -> list[int]:
+    """When each post is made: `prefetch_depth - 1` compute steps ahead, but not before what it sends is there."""
     arrived: dict[Piece, int] = {}
     compute_steps, latest = [], 0
     for post in posts:
-        ready = [post.key.step if PAYLOADS[x.payload].is_result else arrived.get(x, 0) for x in sent(post)]
-        latest = max(latest, post.key.step - depth + 1, *ready)
+        ready = [post.key.step if PAYLOADS[x.payload].is_result else arrived.get(x, 0) for x in post.sent]
+        latest = max(latest, post.key.step - prefetch_depth + 1, *ready)
         compute_steps.append(latest)
-        arrived.update((x, post.key.step + 1) for x in received(post))
+        arrived.update((x, post.key.step + 1) for x in post.received)
     return compute_steps
 
 
-def _attends(schedule: "Schedule", rank: int) -> ComputeSteps:
+def _attends(schedule: Schedule, rank: int) -> ComputeSteps:
     blocks, problem = schedule.blocks, schedule.problem
     rows: dict[tuple[int, int], dict[int, list[Column]]] = defaultdict(lambda: defaultdict(list))
     mine = np.nonzero(blocks.rank == rank)[0]
@@ -94,7 +95,7 @@ def _attends(schedule: "Schedule", rank: int) -> ComputeSteps:
     attends: ComputeSteps = defaultdict(list)
     q_payload, kv_payload = schedule.pass_.q_down.name, schedule.pass_.kv_down.name
     for (compute_step, head), per_q in sorted(rows.items()):
-        kv_head = head * problem.kv_head_groups // problem.q_head_groups
+        kv_head = problem.kv_head_of(head)
         rectangles = list(_rectangles(per_q, problem))
         # Visiting queries first: somebody waits for their results.
         rectangles.sort(key=lambda rectangle: any(problem.sharding.home[q] == rank for q in rectangle.q))
@@ -161,7 +162,7 @@ def _interleave(posts: list[Post], post_steps: list[int], attends: ComputeSteps)
     end = 1 + max([*by_step, *attends, *(post.key.step for post in posts)], default=-1)
     for compute_step in range(end):
         for post in by_step[compute_step]:
-            going = set(sent(post))
+            going = set(post.sent)
             due = [(s, x) for s, x in arrived if x.own in going]
             arrived = [item for item in arrived if item not in due]
             body += [*(Accumulate(x) for _, x in due), post]
@@ -169,7 +170,7 @@ def _interleave(posts: list[Post], post_steps: list[int], attends: ComputeSteps)
         arrived = [item for item in arrived if item not in due]
         body += [*(Accumulate(x) for _, x in due), *attends[compute_step]]
         arrived += [
-            (post.key.step, x) for post in by_step[compute_step] for x in received(post) if x.src >= 0
+            (post.key.step, x) for post in by_step[compute_step] for x in post.received if x.src is not None
         ]
     return [*body, *(Accumulate(x) for _, x in arrived)]
 
@@ -184,9 +185,9 @@ def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
     for action in body:
         at = len(out)
         if isinstance(action, Post) and all(
-            PAYLOADS[x.payload].is_result for x in (*sent(action), *received(action))
+            PAYLOADS[x.payload].is_result for x in (*action.sent, *action.received)
         ):
-            going = set(sent(action))
+            going = set(action.sent)
             while (
                 at
                 and not isinstance(out[at - 1], Post)
@@ -197,50 +198,11 @@ def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
     return out
 
 
-def sent(post: Post) -> list[Piece]:
-    """What a post sends."""
-    return [name for message in post.sends for name in message.names]
-
-
-def received(post: Post) -> list[Piece]:
-    """What a post receives."""
-    return [name for message in post.recvs for name in message.names]
-
-
-def reads(action: Action) -> list[Piece]:
-    """The pieces that an action reads."""
-    match action:
-        case Post():
-            return sent(action)
-        case Attend(q, kv):
-            return [*q, *kv]
-        case Accumulate(name):
-            return [name]
-        case Wait() | Free():
-            return []
-
-
-def writes(action: Action, pass_: Pass) -> list[Piece]:
-    """The results that an action adds to."""
-    match action:
-        case Attend(q, kv):
-            return [
-                x._replace(payload=up.name)
-                for names, up in ((q, pass_.q_up), (kv, pass_.kv_up))
-                if up
-                for x in names
-            ]
-        case Accumulate(name):
-            return [name.own]
-        case Post() | Wait() | Free():
-            return []
-
-
-def add_waits(body: list[Action], schedule: "Schedule", rank: int) -> list[Action]:
+def add_waits(body: list[Action], schedule: Schedule, rank: int) -> list[Action]:
     """Waits before the first reader.
 
-    A post that sends what is to be freed is waited for before running more than `depth` steps ahead of it, so that
-    buffers do not pile up; one that sends from the own shard may take as long as its readers let it.
+    A post that sends what is to be freed is waited for before running more than `prefetch_depth` steps ahead of it, so
+    that buffers do not pile up; one that sends from the own shard may take as long as its readers let it.
     """
     out: list[Action] = []
     open_keys: list[Key] = []
@@ -250,20 +212,22 @@ def add_waits(body: list[Action], schedule: "Schedule", rank: int) -> list[Actio
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
             due |= {
-                key for key in open_keys if key in to_free and key.step < action.key.step - schedule.depth
+                key
+                for key in open_keys
+                if key in to_free and key.step < action.key.step - schedule.options.prefetch_depth
             }
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):
             open_keys.append(action.key)
-            if any(schedule.problem.sharding.home[name.chunk] != rank for name in sent(action)):
+            if any(schedule.problem.sharding.home[name.chunk] != rank for name in action.sent):
                 to_free.add(action.key)
-            source.update((name, action.key) for name in received(action))
+            source.update((name, action.key) for name in action.received)
         out.append(action)
     return [*out, *(Wait(key) for key in open_keys)]
 
 
-def add_frees(program: list[Action], schedule: "Schedule", rank: int) -> Iterable[Action]:
+def add_frees(program: list[Action], schedule: Schedule, rank: int) -> Iterable[Action]:
     """Gives back each piece that is not at home here, after its last reader and the end of its last send."""
     ended = {action.key: i for i, action in enumerate(program) if isinstance(action, Wait)}
     last: dict[Piece, int] = {}
@@ -271,11 +235,11 @@ def add_frees(program: list[Action], schedule: "Schedule", rank: int) -> Iterabl
         for name in (*reads(action), *writes(action, schedule.pass_)):
             last[name] = max(last.get(name, 0), i)
         if isinstance(action, Post):
-            for name in (*sent(action), *received(action)):
+            for name in (*action.sent, *action.received):
                 last[name] = max(last.get(name, 0), ended[action.key])
     after = defaultdict(list)
     for name, i in last.items():
-        if name.src >= 0 or schedule.problem.sharding.home[name.chunk] != rank:
+        if name.src is not None or schedule.problem.sharding.home[name.chunk] != rank:
             after[i].append(Free(name))
     for i, action in enumerate(program):
         yield action

@@ -78,5 +78,5 @@ class SplitAttention:
         dtype = str(query.dtype).removeprefix("torch.")
         workload = Workload(batch, tokens * group.size(), heads, kv_heads, head_dim, head_dim_v, dtype, mask)
         receipt = self.runtime.receipt(group, workload, device=query.device)
-        self.schedule_name = receipt.forward[0].name
+        self.schedule_name = receipt.plan.name
         self.notices.once("receipt", receipt.lines)

@@ -20,17 +20,17 @@ import numpy as np
 
 from charm_megatron.lowering.decisions import (
     Decisions,
-    IntArray,
     Method,
-    Problem,
     Routes,
     one_phase,
     owner_by_homes,
-    routes_of_shards,
+    shard_routes,
 )
 from charm_megatron.planner.common import Grid, by_homes, equal_domains
 from charm_megatron.planner.matchings import Matching, exchanges
-from charm_megatron.schedule.passes import Side
+from charm_megatron.schedule.payload import Side
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
 
 Steps = list[tuple[Matching, Matching | None]]
 """The exchanges of one pass: KV partners and Q partners by index inside the domain."""
@@ -71,9 +71,9 @@ def _together(name: str, problem: Problem, grid: Grid) -> Method:
     last_arrival = len(grid) - 1  # the visiting Qs arrive under the own blocks and each other's
     starts = [last_arrival] * len(grid)
     routes = (
-        *_routes(problem, "q", _crossings(grid, range(last_arrival))),
-        *_routes(problem, "kv", _kv_exchanges(grid, steps, last_arrival)),
-        *_routes(problem, "q", _q_exchanges(grid, steps, starts)),
+        _routes(problem, "q", _crossings(grid, range(last_arrival))),
+        _routes(problem, "kv", _kv_exchanges(grid, steps, last_arrival)),
+        _routes(problem, "q", _q_exchanges(grid, steps, starts)),
     )
     return one_phase(Decisions(name, problem, owner_by_homes(problem, _owners(grid, steps)), routes))
 
@@ -83,10 +83,14 @@ def _per_domain(name: str, problem: Problem, *, keep_kv: bool) -> Method:
     grid = _grid(name, problem)
     steps = exchanges(len(grid[0]))[::-1]
     starts = range(0, (len(steps) + 1) * len(grid), len(steps) + 1)
-    routes = _routes(problem, "q", _crossings(grid, starts))
-    for copy, start in enumerate(starts[:1] if keep_kv else starts):
-        routes += _routes(problem, "kv", _kv_exchanges(grid, steps, start), copy=copy)
-    routes += _routes(problem, "q", _q_exchanges(grid, steps, starts))
+    routes = (
+        _routes(problem, "q", _crossings(grid, starts)),
+        *(
+            _routes(problem, "kv", _kv_exchanges(grid, steps, start), copy=copy)
+            for copy, start in enumerate(starts[:1] if keep_kv else starts)
+        ),
+        _routes(problem, "q", _q_exchanges(grid, steps, starts)),
+    )
     passes, places = _passes(grid, steps)
     return one_phase(
         Decisions(
@@ -180,10 +184,10 @@ def _one_hop(home: IntArray, src: IntArray, dst: IntArray, step: int) -> Columns
     return home.ravel(), path, np.full((path.shape[0], 1), step, dtype=np.int64)
 
 
-def _routes(problem: Problem, side: Side, columns: Iterable[Columns], *, copy: int = 0) -> tuple[Routes, ...]:
-    """All columns as one `Routes`, or none where there are none."""
+def _routes(problem: Problem, side: Side, columns: Iterable[Columns], *, copy: int = 0) -> Routes:
+    """All columns as one `Routes`."""
     listed = list(columns)
     if not listed:
-        return ()
+        return shard_routes(problem, side, [], [])
     home, path, steps = (np.concatenate(column) for column in zip(*listed, strict=True))
-    return (routes_of_shards(problem, side, home, path, steps, copy=copy),)
+    return shard_routes(problem, side, path, steps, home=home, copy=copy)

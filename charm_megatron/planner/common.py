@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.errors import PlanError
-from charm_megatron.lowering.decisions import IntArray, Problem
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
-
-Row = tuple[int, Sequence[int], Sequence[int]]
-"""Home rank, path and steps of a shard's route."""
 
 Grid = tuple[tuple[int, ...], ...]
 """Ranks by two indices."""

@@ -11,11 +11,11 @@ from charm_megatron.errors import PlanError
 from charm_megatron.lowering.decisions import (
     Decisions,
     Method,
-    Problem,
     one_phase,
     owner_by_homes,
     shard_routes,
 )
+from charm_megatron.schedule.problem import Problem
 
 
 def dist_flash(problem: Problem) -> Method:
@@ -30,8 +30,11 @@ def dist_flash(problem: Problem) -> Method:
     q_home, kv_home = np.indices((n, n))
     helps = q_home - kv_home > n // 2
     pairs = [(x, y) for x in range(n) for y in range(x)]
-    kv_rows = [(y, (y, x), (x - y - 1,)) for x, y in pairs if not helps[x, y]]
-    q_rows = [(x, (x, y), (n - (x - y) - 1,)) for x, y in pairs if helps[x, y]]
+    fetched = [(y, x) for x, y in pairs if not helps[x, y]]
+    helped = [(x, y) for x, y in pairs if helps[x, y]]
     owner = owner_by_homes(problem, np.where(helps, kv_home, q_home))
-    routes = (*shard_routes(problem, "kv", kv_rows), *shard_routes(problem, "q", q_rows))
+    routes = (
+        shard_routes(problem, "kv", fetched, [[x - y - 1] for y, x in fetched]),
+        shard_routes(problem, "q", helped, [[n - (x - y) - 1] for x, y in helped]),
+    )
     return one_phase(Decisions("dist_flash", problem, owner, routes))

@@ -7,30 +7,29 @@
   A number of ranks that is no power of two has no such levels and takes the matchings of a round robin.
 """
 
-from charm_megatron.lowering.decisions import Decisions, Method, Problem, one_phase, shard_routes
-from charm_megatron.planner.common import Row, owner_is_q_home
+from charm_megatron.lowering.decisions import Decisions, Method, Routes, one_phase, shard_routes
+from charm_megatron.planner.common import owner_is_q_home
 from charm_megatron.planner.matchings import round_robin_matchings, xor_matchings
+from charm_megatron.schedule.problem import Problem
 
 
 def all_gather(problem: Problem) -> Method:
     """Every shard goes to all other ranks in step 0."""
     n = problem.cp_size
-    return _fetch("all_gather", problem, [(x, (x, y), (0,)) for x in range(n) for y in range(n) if x != y])
+    pairs = [(x, y) for x in range(n) for y in range(n) if x != y]
+    return _fetch("all_gather", problem, shard_routes(problem, "kv", pairs, [0]))
 
 
 def merge(problem: Problem) -> Method:
     """Step t swaps KV along matching t."""
     n = problem.cp_size
     matchings = round_robin_matchings(n) if n & (n - 1) else xor_matchings(n)
-    rows: list[Row] = [
-        (x, (x, y), (t,))
-        for t, partners in enumerate(matchings)
-        for x, y in enumerate(partners)
-        if y is not None
+    hops = [
+        (x, y, t) for t, partners in enumerate(matchings) for x, y in enumerate(partners) if y is not None
     ]
-    return _fetch("merge", problem, rows)
+    routes = shard_routes(problem, "kv", [(x, y) for x, y, _ in hops], [[t] for *_, t in hops])
+    return _fetch("merge", problem, routes)
 
 
-def _fetch(name: str, problem: Problem, rows: list[Row]) -> Method:
-    routes = shard_routes(problem, "kv", rows)
-    return one_phase(Decisions(name, problem, owner_is_q_home(problem), routes))
+def _fetch(name: str, problem: Problem, routes: Routes) -> Method:
+    return one_phase(Decisions(name, problem, owner_is_q_home(problem), (routes,)))

@@ -17,21 +17,23 @@ import numpy as np
 from charm_megatron.lowering.decisions import (
     Decisions,
     Method,
-    Problem,
     Routes,
     one_phase,
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import Grid, Row, divisors, turned
+from charm_megatron.planner.common import Grid, divisors, turned
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
 
 
 def attention_2d(problem: Problem) -> Method:
     """Every Q to the other ranks of its row, every KV to those of its column, in step 0."""
     rows = rows_of(problem.domains)
-    q, kv = _stars(rows), _stars(_transposed(rows))
-    routes = (*shard_routes(problem, "q", q), *shard_routes(problem, "kv", kv))
+    routes = (
+        shard_routes(problem, "q", _stars(rows), [0]),
+        shard_routes(problem, "kv", _stars(_transposed(rows)), [0]),
+    )
     return _method("attention_2d", problem, rows, routes)
 
 
@@ -40,9 +42,10 @@ def mesh(problem: Problem) -> Method:
     rows = rows_of(problem.domains)
     columns = _transposed(rows)
     q_steps, kv_steps = hop_order(len(columns), len(rows))
-    q: list[Row] = [(x, turned(row, x), q_steps) for row in rows for x in row]
-    kv: list[Row] = [(x, turned(column, x), kv_steps) for column in columns for x in column]
-    routes = (*shard_routes(problem, "q", q), *shard_routes(problem, "kv", kv))
+    routes = (
+        shard_routes(problem, "q", [turned(row, x) for row in rows for x in row], q_steps),
+        shard_routes(problem, "kv", [turned(column, x) for column in columns for x in column], kv_steps),
+    )
     return _method("mesh", problem, rows, routes)
 
 
@@ -73,9 +76,9 @@ def _transposed(rows: Grid) -> Grid:
     return tuple(zip(*rows, strict=True))
 
 
-def _stars(lines: Grid) -> list[Row]:
+def _stars(lines: Grid) -> list[tuple[int, int]]:
     """From every rank to each other one of its line."""
-    return [(x, (x, y), (0,)) for line in lines for x in line for y in line if x != y]
+    return [(x, y) for line in lines for x in line for y in line if x != y]
 
 
 def _method(name: str, problem: Problem, rows: Grid, routes: tuple[Routes, ...]) -> Method:

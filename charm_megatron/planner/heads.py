@@ -15,14 +15,14 @@ import numpy as np
 from charm_megatron.errors import PlanError
 from charm_megatron.lowering.decisions import (
     Decisions,
-    IntArray,
     Method,
-    Problem,
     Routes,
     one_phase,
     shard_routes,
 )
-from charm_megatron.planner.common import Row, Shape, divisors, equal_domains, listing
+from charm_megatron.planner.common import Shape, divisors, equal_domains, listing
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
 
 Groups = Sequence[Sequence[int]]
@@ -91,25 +91,29 @@ def _deal(name: str, problem: Problem, groups: Groups) -> Method:
     for i in range(ways):
         mine = q_heads[dealt_to == i]
         read = np.unique(problem.kv_head_of(mine))
-        routes += shard_routes(problem, "q", _all_to_all(groups, i), heads=mine.tolist())
-        routes += shard_routes(problem, "kv", _all_to_all(groups, i), heads=read.tolist())
-        routes += shard_routes(problem, "kv", _rings(groups, i), heads=read.tolist())
+        dealt, (homes, rings) = _all_to_all(groups, i), _rings(groups, i)
+        routes.append(shard_routes(problem, "q", dealt, [0], heads=mine.tolist()))
+        routes.append(shard_routes(problem, "kv", dealt, [0], heads=read.tolist()))
+        steps = range(1, len(groups))
+        routes.append(shard_routes(problem, "kv", rings, steps, home=homes, heads=read.tolist()))
     owner = _owner(problem, groups, dealt_to)
     return one_phase(Decisions(name, problem, owner, tuple(routes)))
 
 
-def _all_to_all(groups: Groups, i: int) -> list[Row]:
+def _all_to_all(groups: Groups, i: int) -> list[tuple[int, int]]:
     """From every rank to the one of its group with index i."""
-    return [(rank, (rank, ranks[i]), (0,)) for ranks in groups for rank in ranks if rank != ranks[i]]
+    return [(rank, ranks[i]) for ranks in groups for rank in ranks if rank != ranks[i]]
 
 
-def _rings(groups: Groups, i: int) -> list[Row]:
-    """From there round the ranks with index i of all groups."""
-    return [
-        (rank, [groups[(g + s) % len(groups)][i] for s in range(len(groups))], range(1, len(groups)))
+def _rings(groups: Groups, i: int) -> tuple[list[int], list[list[int]]]:
+    """From there round the ranks with index i of all groups: home ranks, and the path of each."""
+    homes = [rank for ranks in groups for rank in ranks]
+    paths = [
+        [groups[(g + s) % len(groups)][i] for s in range(len(groups))]
         for g, ranks in enumerate(groups)
-        for rank in ranks
+        for _ in ranks
     ]
+    return homes, paths
 
 
 def _owner(problem: Problem, groups: Groups, dealt_to: IntArray) -> IntArray:

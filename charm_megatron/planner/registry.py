@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from charm_megatron.errors import PlanError, nearest
-from charm_megatron.lowering.decisions import Method, Problem
+from charm_megatron.lowering.decisions import Method
 from charm_megatron.planner import charm, dist_flash, fetch, grid, heads, ring, tasp
 from charm_megatron.planner.common import Shape, uncut
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import Sharding, refine
 from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Mask

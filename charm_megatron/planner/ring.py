@@ -14,16 +14,15 @@ import numpy as np
 
 from charm_megatron.lowering.decisions import (
     Decisions,
-    IntArray,
     Method,
     Phase,
-    Problem,
+    Routes,
+    method,
     one_phase,
     shard_routes,
 )
 from charm_megatron.planner.common import (
     Grid,
-    Row,
     by_homes,
     equal_domains,
     owner_is_kv_home,
@@ -38,6 +37,9 @@ from charm_megatron.schedule.passes import (
     VALUES,
     VALUES_BACKWARD,
 )
+from charm_megatron.schedule.payload import Side
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
 
 
 def ring(problem: Problem) -> Method:
@@ -54,7 +56,7 @@ def burst_backward(problem: Problem) -> Method:
     """`ring` forward, `pass_q` backward."""
     name = "burst_backward"
     forward, backward = Phase(FORWARD, _kv_round(name, problem)), Phase(BACKWARD, _q_round(name, problem))
-    return Method(name, (forward,), (backward,))
+    return method(name, (forward,), (backward,))
 
 
 def ring_self_attention(problem: Problem) -> Method:
@@ -62,23 +64,21 @@ def ring_self_attention(problem: Problem) -> Method:
     decisions = _kv_round("ring_self_attention", problem)
     forward = (Phase(LOGITS, decisions), Phase(VALUES, decisions))
     backward = (Phase(VALUES_BACKWARD, decisions), Phase(LOGITS_BACKWARD, decisions))
-    return Method(decisions.name, forward, backward)
+    return method(decisions.name, forward, backward)
 
 
 def _kv_round(name: str, problem: Problem) -> Decisions:
-    routes = shard_routes(problem, "kv", _rows(problem.cp_size))
-    return Decisions(name, problem, owner_is_q_home(problem), routes)
+    return Decisions(name, problem, owner_is_q_home(problem), (_round(problem, "kv"),))
 
 
 def _q_round(name: str, problem: Problem) -> Decisions:
-    routes = shard_routes(problem, "q", _rows(problem.cp_size))
-    return Decisions(name, problem, owner_is_kv_home(problem), routes)
+    return Decisions(name, problem, owner_is_kv_home(problem), (_round(problem, "q"),))
 
 
-def _rows(cp_size: int) -> list[Row]:
-    """Every shard once round all ranks."""
-    ranks = tuple(range(cp_size))
-    return [(rank, turned(ranks, rank), range(cp_size - 1)) for rank in ranks]
+def _round(problem: Problem, side: Side) -> Routes:
+    """Every shard once past all ranks."""
+    ranks = tuple(range(problem.cp_size))
+    return shard_routes(problem, side, [turned(ranks, rank) for rank in ranks], range(problem.cp_size - 1))
 
 
 def double_ring(problem: Problem) -> Method:
@@ -90,16 +90,26 @@ def double_ring(problem: Problem) -> Method:
     """
     grid = equal_domains("double_ring", problem.domains, "ring")
     num_domains, size = len(grid), len(grid[0])
-    across: list[Row] = []
-    inside: list[Row] = []
-    for d, ranks in enumerate(grid):
-        for i, rank in enumerate(ranks):
-            path = [grid[(d + s) % num_domains][i] for s in range(num_domains)]
-            across.append((rank, path, range(0, size * (num_domains - 1), size)))
-            for s, twin in enumerate(path):
-                window = turned(grid[(d + s) % num_domains], twin)
-                inside.append((rank, window, range(size * s, size * s + size - 1)))
-    routes = (*shard_routes(problem, "kv", across), *shard_routes(problem, "kv", inside))
+    stations = [
+        [grid[(d + s) % num_domains][i] for s in range(num_domains)]
+        for d in range(num_domains)
+        for i in range(size)
+    ]
+    across = shard_routes(problem, "kv", stations, range(0, size * (num_domains - 1), size))
+    windows = [
+        shard_routes(
+            problem,
+            "kv",
+            [
+                turned(grid[(number // size + s) % num_domains], path[s])
+                for number, path in enumerate(stations)
+            ],
+            range(size * s, size * s + size - 1),
+            home=[path[0] for path in stations],
+        )
+        for s in range(num_domains)
+    ]
+    routes = (across, *windows)
     turn = by_homes(problem, _turns(grid))
     return one_phase(Decisions("double_ring", problem, owner_is_q_home(problem), routes, not_before=turn))
 

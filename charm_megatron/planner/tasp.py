@@ -5,12 +5,11 @@ of a shard: the chunks of each shard are dealt out to the rings, and go round in
 each chunk into n - 1 parts, so that all rings get equally much.
 """
 
-import numpy as np
-
 from charm_megatron.errors import PlanError
-from charm_megatron.lowering.decisions import Decisions, Method, Problem, Routes, one_phase
+from charm_megatron.lowering.decisions import Decisions, Method, chunk_routes, one_phase
 from charm_megatron.planner.common import Shape, owner_is_q_home, turned
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
 
 
@@ -23,12 +22,12 @@ def tasp(problem: Problem) -> Method:
         for number, chunk in enumerate(problem.sharding.chunks_of(rank) if rings else ()):
             chunks.append(chunk)
             path.append(turned(rings[number % len(rings)], rank))
-    routes = (_routes(problem, chunks, path),) if rings else ()
+    routes = chunk_routes(problem, "kv", chunks, path, range(n - 1))
     fewest = min(len(problem.sharding.chunks_of(rank)) for rank in range(n))
     notes: tuple[str, ...] = ()
     if fewest < n - 1:
         notes = (f"tasp: a shard of {fewest} chunks leaves {n - 1 - fewest} of {n - 1} rings empty",)
-    return one_phase(Decisions("tasp", problem, owner_is_q_home(problem), routes), *notes)
+    return one_phase(Decisions("tasp", problem, owner_is_q_home(problem), (routes,)), *notes)
 
 
 def tasp_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
@@ -41,12 +40,3 @@ def _rings(cp_size: int) -> tuple[tuple[int, ...], ...]:
         return hamiltonian_rings(cp_size)
     except PlanError as error:
         raise PlanError(f"tasp: {error}, and ring takes any number") from None
-
-
-def _routes(problem: Problem, chunks: list[int], path: list[tuple[int, ...]]) -> Routes:
-    """Each chunk of all KV head groups along its path."""
-    groups = problem.kv_head_groups
-    pieces = np.asarray(chunks)[:, None] * groups + np.arange(groups)
-    ranks = np.repeat(np.asarray(path), groups, axis=0)
-    steps = np.broadcast_to(np.arange(problem.cp_size - 1), (len(ranks), problem.cp_size - 1))
-    return Routes("kv", pieces.ravel(), ranks, steps)

@@ -8,30 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.workload import Band
-
-
-class Piece(NamedTuple):
-    """A tensor of the schedule: one piece of one payload.
-
-    `src` >= 0: a partial result received from that rank. `copy` > 0: a piece that comes once more, see `Decisions`.
-    """
-
-    payload: str
-    chunk: int
-    head: int = 0
-    src: int = -1
-    copy: int = 0
-
-    def __str__(self) -> str:
-        head = f".{self.head}" if self.head else ""
-        copy = f"~{self.copy}" if self.copy else ""
-        return f"{self.payload}{self.chunk}{head}{copy}" + (f"<{self.src}" if self.src >= 0 else "")
-
-    @property
-    def own(self) -> "Piece":
-        """The rank's own result, to which this received partial result belongs."""
-        return Piece(self.payload, self.chunk, self.head, -1, self.copy)
 
 
 class Key(NamedTuple):
@@ -48,10 +27,10 @@ class Message(NamedTuple):
     """Pieces of one payload that travel together between this rank and `peer`."""
 
     peer: int
-    names: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]
 
     def __str__(self) -> str:
-        return f"{self.peer} {_words(self.names)}"
+        return f"{self.peer} {_words(self.pieces)}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +40,16 @@ class Post:
     key: Key
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
+
+    @property
+    def sent(self) -> list[Piece]:
+        """All pieces that leave."""
+        return [piece for message in self.sends for piece in message.pieces]
+
+    @property
+    def received(self) -> list[Piece]:
+        """All pieces that arrive."""
+        return [piece for message in self.recvs for piece in message.pieces]
 
     def __str__(self) -> str:
         sends = (f"send {message}" for message in self.sends)
@@ -100,25 +89,50 @@ class Attend:
 class Accumulate:
     """Adds a received partial result to this rank's own."""
 
-    name: Piece
+    piece: Piece
 
     def __str__(self) -> str:
-        return f"accumulate {self.name}"
+        return f"accumulate {self.piece}"
 
 
 @dataclass(frozen=True)
 class Free:
     """Gives back the buffer of a piece that nothing reads any more."""
 
-    name: Piece
+    piece: Piece
 
     def __str__(self) -> str:
-        return f"free {self.name}"
+        return f"free {self.piece}"
 
 
 Action = Post | Wait | Attend | Accumulate | Free
 Program = tuple[Action, ...]
 
 
-def _words(names: Iterable[Piece]) -> str:
-    return " ".join(map(str, names))
+def _words(pieces: Iterable[Piece]) -> str:
+    return " ".join(map(str, pieces))
+
+
+def reads(action: Action) -> list[Piece]:
+    """The pieces that an action reads."""
+    match action:
+        case Post():
+            return action.sent
+        case Attend(q, kv):
+            return [*q, *kv]
+        case Accumulate(piece):
+            return [piece]
+        case Wait() | Free():
+            return []
+
+
+def writes(action: Action, pass_: Pass) -> list[Piece]:
+    """The results that an action adds to."""
+    match action:
+        case Attend(q, kv):
+            sides = ((q, pass_.q_up), (kv, pass_.kv_up))
+            return [piece.of(up.name) for pieces, up in sides if up for piece in pieces]
+        case Accumulate(piece):
+            return [piece.own]
+        case Post() | Wait() | Free():
+            return []

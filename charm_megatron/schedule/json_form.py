@@ -1,9 +1,9 @@
 """The JSON form of a method's schedules: what other programs read, and what a user can write by hand.
 
-    {"format": "charm-megatron schedule", "version": 1, "name": "ring",
+    {"format": "charm-megatron schedule", "version": 2, "name": "ring",
      "problem": {"layout": "contiguous", "cp_size": 2, "seq_len": 64, "mask": "none", "domain_of": [0, 0],
                  "q_head_groups": 1, "kv_head_groups": 1, "chunk_parts": 1},
-     "options": {"depth": 1, "fuse": true},
+     "options": {"prefetch_depth": 1, "fuse": true},
      "phases": [{"pass": "forward", "programs": [["post 0.0 | send 1 kv0 | recv 1 kv1", ..], ..]}, ..]}
 
 Programs hold actions in their text form, one list a rank.
@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from charm_megatron.errors import ScheduleSyntaxError, nearest
-from charm_megatron.lowering.decisions import Problem
-from charm_megatron.schedule.passes import PASSES
-from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.passes import PASSES, Direction
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.schedule import PostOptions, Schedule
 from charm_megatron.schedule.text import parse_program
 from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding, refine
@@ -28,7 +28,7 @@ from charm_megatron.topology import Domains
 from charm_megatron.workload import parse_mask
 
 FORMAT = "charm-megatron schedule"
-VERSION = 1
+VERSION = 2
 
 
 class _Model(BaseModel):
@@ -55,8 +55,11 @@ class _Problem(_Model):
 
 
 class _Options(_Model):
-    depth: int = Field(1, ge=1)
+    prefetch_depth: int = Field(1, ge=1)
     fuse: bool = True
+
+    def build(self) -> PostOptions:
+        return PostOptions(self.prefetch_depth, self.fuse)
 
 
 class _Phase(_Model):
@@ -81,14 +84,14 @@ class ScheduleFile:
     problem: Problem
     schedules: tuple[Schedule, ...]
 
-    def direction(self, name: str) -> tuple[Schedule, ...]:
-        """The phases of "forward" or "backward", in the order in which they run."""
-        return tuple(schedule for schedule in self.schedules if schedule.pass_.direction == name)
+    def phases(self, direction: Direction) -> tuple[Schedule, ...]:
+        """The schedules of one direction, in the order in which they run."""
+        return tuple(schedule for schedule in self.schedules if schedule.pass_.direction == direction)
 
 
 def to_json(name: str, schedules: Sequence[Schedule]) -> dict[str, Any]:
     """The JSON form of schedules of one problem."""
-    problem, options = schedules[0].problem, schedules[0]
+    problem, options = schedules[0].problem, schedules[0].options
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -103,7 +106,7 @@ def to_json(name: str, schedules: Sequence[Schedule]) -> dict[str, Any]:
             "kv_head_groups": problem.kv_head_groups,
             "chunk_parts": problem.sharding.parts,
         },
-        "options": {"depth": options.depth, "fuse": options.fuse},
+        "options": {"prefetch_depth": options.prefetch_depth, "fuse": options.fuse},
         "phases": [
             {
                 "pass": schedule.pass_.name,
@@ -138,14 +141,7 @@ def from_json(data: Mapping[str, Any], source: str) -> ScheduleFile:
             raise ScheduleSyntaxError(f"{source}: unknown pass {phase.pass_!r}{nearest(phase.pass_, PASSES)}")
         programs = [parse_program(lines) for lines in phase.programs]
         schedules.append(
-            written_schedule(
-                read.name,
-                problem,
-                PASSES[phase.pass_],
-                programs,
-                depth=read.options.depth,
-                fuse=read.options.fuse,
-            )
+            written_schedule(read.name, problem, PASSES[phase.pass_], programs, read.options.build())
         )
     return ScheduleFile(read.name, problem, tuple(schedules))
 

@@ -1,62 +1,54 @@
-"""What each side of attention carries to a block and brings home from it, forward and backward.
+"""Passes: what each side of attention carries to a block, brings home from it, and what is computed there.
 
-The q side brings (out, lse) home in the forward pass; in the backward pass it carries
-(q, dout, lse, delta) and brings dq home, and the KV side brings (dk, dv) home. Nothing else
-distinguishes the two passes: lowering and checker are the same code for both.
+The q side brings (out, lse) home in the forward pass; in the backward pass it carries (q, dout, lse, delta) and brings
+dq home, and the KV side brings (dk, dv) home. Nothing else distinguishes the two: lowering and checker are the same
+code for both, and the executor has one computation for each pass (`executor.computations`).
 
-Ring self-attention (arXiv:2105.13120) has no online softmax and takes two rounds either way: keys for the logits,
-values for the outputs. Its q side holds the probabilities of whole rows, which never travel.
+Ring self-attention (arXiv:2105.13120) has no online softmax and takes two rounds in each direction: keys for the
+logits, values for the outputs. Its q side holds the probabilities of whole rows, which never travel.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
-from typing import Literal
 
-Side = Literal["q", "kv"]
-Direction = Literal["forward", "backward"]
-WidthName = Literal["head_dim", "head_dim_v"]
-DtypeRole = Literal["model", "out_return", "grad_return"]
-
-
-@dataclass(frozen=True)
-class Payload:
-    """One kind of travelling data: for each token and head `widths` wide numbers and a few scalars.
-
-    Wide numbers have the dtype of `dtype_role`; scalars (lse, delta) the accumulate dtype.
-    """
-
-    name: str
-    side: Side
-    is_result: bool
-    fields: tuple[str, ...]
-    widths: tuple[WidthName, ...]
-    dtype_role: DtypeRole
-    num_stats: int
+from charm_megatron.schedule.payload import (
+    DK,
+    DKV,
+    DP,
+    DQ,
+    DS,
+    DV,
+    KV,
+    OUT,
+    PV,
+    Q_GRAD,
+    K,
+    P,
+    Payload,
+    Q,
+    Side,
+    V,
+    WidthName,
+)
 
 
-Q = Payload("q", "q", False, ("q",), ("head_dim",), "model", 0)
-KV = Payload("kv", "kv", False, ("k", "v"), ("head_dim", "head_dim_v"), "model", 0)
-OUT = Payload("o", "q", True, ("out", "lse"), ("head_dim_v",), "out_return", 1)
-Q_GRAD = Payload("g", "q", False, ("q", "dout", "lse", "delta"), ("head_dim", "head_dim_v"), "model", 2)
-DQ = Payload("dq", "q", True, ("dq",), ("head_dim",), "grad_return", 0)
-DKV = Payload("dkv", "kv", True, ("dk", "dv"), ("head_dim", "head_dim_v"), "grad_return", 0)
+class Direction(StrEnum):
+    """Which half of a method a pass belongs to."""
 
-K = Payload("k", "kv", False, ("k",), ("head_dim",), "model", 0)
-V = Payload("v", "kv", False, ("v",), ("head_dim_v",), "model", 0)
-DK = Payload("dk", "kv", True, ("dk",), ("head_dim",), "grad_return", 0)
-DV = Payload("dv", "kv", True, ("dv",), ("head_dim_v",), "grad_return", 0)
-P = Payload("p", "q", False, ("probabilities",), (), "model", 0)
-DP = Payload("dp", "q", False, ("probabilities", "dout"), (), "model", 0)
-DS = Payload("ds", "q", False, ("dlogits", "q"), (), "model", 0)
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
-PAYLOADS = {payload.name: payload for payload in (Q, KV, OUT, Q_GRAD, DQ, DKV, K, V, DK, DV, P, DP, DS)}
+
+DIRECTIONS = tuple(Direction)
 
 
 @dataclass(frozen=True)
 class Pass:
     """The payload that goes down each side's routes, and the result, if any, that comes back up.
 
-    `direction` says which half of the method it belongs to, `name` which of its passes it is.
+    `products` are the matrix products of a block, each by the head width over which it runs: what it costs. `held` are
+    the tensors of a rank's shard that are alive during the pass, whatever the schedule.
     """
 
     name: str
@@ -65,26 +57,87 @@ class Pass:
     kv_down: Payload
     q_up: Payload | None
     kv_up: Payload | None
+    products: tuple[WidthName, ...]
+    held: tuple[str, ...]
 
     def down(self, side: Side) -> Payload:
-        return self.q_down if side == "q" else self.kv_down
+        """What travels to the blocks."""
+        return {"q": self.q_down, "kv": self.kv_down}[side]
 
     def up(self, side: Side) -> Payload | None:
-        return self.q_up if side == "q" else self.kv_up
+        """The result that travels home."""
+        return {"q": self.q_up, "kv": self.kv_up}[side]
+
+    @cached_property
+    def results(self) -> tuple[Payload, ...]:
+        """What comes home, q side first."""
+        return tuple(payload for payload in (self.q_up, self.kv_up) if payload is not None)
 
     @cached_property
     def payloads(self) -> tuple[Payload, ...]:
         """All payloads in lane order: results first, since others wait for them (paper, Appendix A)."""
-        payloads = (self.q_up, self.kv_up, self.q_down, self.kv_down)
-        return tuple(payload for payload in payloads if payload is not None)
+        return *self.results, self.q_down, self.kv_down
 
 
-FORWARD = Pass("forward", "forward", q_down=Q, kv_down=KV, q_up=OUT, kv_up=None)
-BACKWARD = Pass("backward", "backward", q_down=Q_GRAD, kv_down=KV, q_up=DQ, kv_up=DKV)
-
-LOGITS = Pass("logits", "forward", q_down=Q, kv_down=K, q_up=None, kv_up=None)
-VALUES = Pass("values", "forward", q_down=P, kv_down=V, q_up=OUT, kv_up=None)
-VALUES_BACKWARD = Pass("values_backward", "backward", q_down=DP, kv_down=V, q_up=None, kv_up=DV)
-LOGITS_BACKWARD = Pass("logits_backward", "backward", q_down=DS, kv_down=K, q_up=DQ, kv_up=DK)
+FORWARD = Pass(
+    "forward",
+    Direction.FORWARD,
+    q_down=Q,
+    kv_down=KV,
+    q_up=OUT,
+    kv_up=None,
+    products=("head_dim", "head_dim_v"),  # logits, outputs
+    held=("q", "k", "v", "out", "lse"),
+)
+BACKWARD = Pass(
+    "backward",
+    Direction.BACKWARD,
+    q_down=Q_GRAD,
+    kv_down=KV,
+    q_up=DQ,
+    kv_up=DKV,
+    products=("head_dim", "head_dim_v", "head_dim_v", "head_dim", "head_dim"),  # logits again, dv, dp, dq, dk
+    held=("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"),
+)
+LOGITS = Pass(
+    "logits",
+    Direction.FORWARD,
+    q_down=Q,
+    kv_down=K,
+    q_up=None,
+    kv_up=None,
+    products=("head_dim",),
+    held=("q", "k", "v"),
+)
+VALUES = Pass(
+    "values",
+    Direction.FORWARD,
+    q_down=P,
+    kv_down=V,
+    q_up=PV,
+    kv_up=None,
+    products=("head_dim_v",),
+    held=("q", "k", "v", "out", "lse"),
+)
+VALUES_BACKWARD = Pass(
+    "values_backward",
+    Direction.BACKWARD,
+    q_down=DP,
+    kv_down=V,
+    q_up=None,
+    kv_up=DV,
+    products=("head_dim_v", "head_dim_v"),  # dv, dp
+    held=("q", "k", "v", "out", "lse", "dout", "delta", "dv"),
+)
+LOGITS_BACKWARD = Pass(
+    "logits_backward",
+    Direction.BACKWARD,
+    q_down=DS,
+    kv_down=K,
+    q_up=DQ,
+    kv_up=DK,
+    products=("head_dim", "head_dim"),  # dq, dk
+    held=("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"),
+)
 
 PASSES = {p.name: p for p in (FORWARD, BACKWARD, LOGITS, VALUES, VALUES_BACKWARD, LOGITS_BACKWARD)}

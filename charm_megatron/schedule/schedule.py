@@ -1,35 +1,45 @@
-"""A schedule: decisions lowered for one pass, with a program for every rank."""
+"""A schedule: who sends what to whom, who computes what, and the program of every rank."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from charm_megatron.lowering.decisions import Decisions, Method, Problem
-from charm_megatron.lowering.lower import Blocks, Hops, lower
-from charm_megatron.lowering.program import rank_program
 from charm_megatron.schedule.actions import Program
 from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import Side
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.tables import Blocks, Hops
+
+
+@dataclass(frozen=True)
+class PostOptions:
+    """How transfers are posted.
+
+    `prefetch_depth`: how many steps a transfer may start ahead of the compute step that it is planned for, plus one.
+    `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (payload and link
+    class) is a group of its own, which needs a transport whose lanes progress independently.
+    """
+
+    prefetch_depth: int = 1
+    fuse: bool = True
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """Who sends what to whom in which step, and who computes what in which compute step.
-
-    `depth` is how many steps a transfer may start ahead of the compute step that it is planned for, plus one.
-    `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (payload and
-    link class) is a group of its own, which needs a transport whose lanes progress independently.
-
-    `written` are programs that were read from a file rather than made from the tables.
-    """
+class Schedule(ABC):
+    """Who sends what to whom in which comm step, and who computes what in which compute step, for one pass."""
 
     name: str
     problem: Problem
     pass_: Pass
     hops: Hops
     blocks: Blocks
-    depth: int = 1
-    fuse: bool = True
-    written: tuple[Program, ...] | None = None
+    options: PostOptions
+
+    @abstractmethod
+    def program(self, rank: int) -> Program:
+        """The actions of one rank, in order."""
 
     @property
     def cp_size(self) -> int:
@@ -42,12 +52,13 @@ class Schedule:
 
     @property
     def num_compute_steps(self) -> int:
-        """Compute steps in which anything is computed."""
+        """Steps in which anything is computed."""
         return int(self.blocks.compute_step.max(initial=-1)) + 1
 
-    def program(self, rank: int) -> Program:
-        """The actions of one rank. Made anew at each call."""
-        return rank_program(self, rank) if self.written is None else self.written[rank]
+    def operand_pieces(self, side: Side) -> IntArray:
+        """The number of the piece of one side that each row of `blocks` reads."""
+        blocks = self.blocks
+        return self.problem.operand_pieces(side, blocks.q, blocks.kv, blocks.head, blocks.kv_copy)
 
     @cached_property
     def digest(self) -> str:
@@ -61,29 +72,16 @@ class Schedule:
             problem.mask,
             problem.q_head_groups,
             problem.kv_head_groups,
-            self.depth,
-            self.fuse,
+            self.options.prefetch_depth,
+            self.options.fuse,
         )
         digest = hashlib.sha256(repr(head).encode())
         for table in (self.hops, self.blocks):
             for column in fields(table):
                 digest.update(getattr(table, column.name).tobytes())
-        if self.written is not None:
-            digest.update("\n".join(str(action) for program in self.written for action in program).encode())
+        digest.update(self._digested_beside_tables())
         return digest.hexdigest()
 
-
-def make_schedule(decisions: Decisions, pass_: Pass, *, depth: int = 1, fuse: bool = True) -> Schedule:
-    """Lowers `decisions` for one pass; the backward pass is the same decisions under another `Pass`."""
-    hops, blocks = lower(decisions, pass_)
-    return Schedule(decisions.name, decisions.problem, pass_, hops, blocks, depth, fuse)
-
-
-def make_schedules(
-    method: Method, direction: str, *, depth: int = 1, fuse: bool = True
-) -> tuple[Schedule, ...]:
-    """The schedules of a method's phases, "forward" or "backward", in the order in which they run."""
-    return tuple(
-        make_schedule(phase.decisions, phase.pass_, depth=depth, fuse=fuse)
-        for phase in method.phases(direction)
-    )
+    def _digested_beside_tables(self) -> bytes:
+        """What two schedules with equal tables can still differ in."""
+        return b""

@@ -23,12 +23,12 @@ from charm_megatron.schedule.actions import (
     Free,
     Key,
     Message,
-    Piece,
     Post,
     Program,
     Wait,
 )
-from charm_megatron.schedule.passes import PAYLOADS
+from charm_megatron.schedule.payload import PAYLOADS
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import Band
 
@@ -79,7 +79,7 @@ def _parse_name(word: str, line: str) -> Piece:
             f"{line.strip()!r}: {word!r} is not a piece, such as q3, kv3.1 or o3<5; "
             f"payloads are {', '.join(PAYLOADS)}"
         )
-    src = -1 if match["src"] is None else int(match["src"])
+    src = None if match["src"] is None else int(match["src"])
     return Piece(match["payload"], int(match["chunk"]), int(match["head"] or 0), src, int(match["copy"] or 0))
 
 

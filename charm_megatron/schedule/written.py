@@ -1,15 +1,30 @@
 """Programs -> hop and block tables: the inverse of `program`, for schedules that were written by hand."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.decisions import IntArray, Problem
-from charm_megatron.lowering.lower import Blocks, Hops
-from charm_megatron.schedule.actions import Attend, Piece, Post, Program
+from charm_megatron.schedule.actions import Attend, Post, Program
 from charm_megatron.schedule.passes import Pass
-from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.piece import IntArray, Piece
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.schedule import PostOptions, Schedule
+from charm_megatron.schedule.tables import Blocks, Hops
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenSchedule(Schedule):
+    """A schedule whose programs were written down; its tables follow from them."""
+
+    programs: tuple[Program, ...]
+
+    def program(self, rank: int) -> Program:
+        return self.programs[rank]
+
+    def _digested_beside_tables(self) -> bytes:
+        return "\n".join(str(action) for program in self.programs for action in program).encode()
 
 
 def written_schedule(
@@ -17,9 +32,7 @@ def written_schedule(
     problem: Problem,
     pass_: Pass,
     programs: Sequence[Program],
-    *,
-    depth: int = 1,
-    fuse: bool = True,
+    options: PostOptions = PostOptions(),
 ) -> Schedule:
     """A schedule from its programs, one a rank. It is as right as they are: check it before running it.
 
@@ -38,7 +51,7 @@ def written_schedule(
                     hops += [
                         (step, *_piece(name, problem, pass_, x), rank, message.peer)
                         for message in sends
-                        for x in message.names
+                        for x in message.pieces
                     ]
                 case Attend(q, kv):
                     for x in (*q, *kv):
@@ -51,31 +64,25 @@ def written_schedule(
                     ]
                 case _:
                     pass
-    return Schedule(
-        name,
-        problem,
-        pass_,
-        Hops(*_columns(hops, 5)),
-        Blocks(*_columns(blocks, 6)),
-        depth,
-        fuse,
-        tuple(programs),
-    )
+    tables = Hops(*_columns(hops, 5)), Blocks(*_columns(blocks, 6))
+    return WrittenSchedule(name, problem, pass_, *tables, options, tuple(programs))
 
 
-def _piece(where: str, problem: Problem, pass_: Pass, name: Piece) -> tuple[int, int]:
-    """(payload, piece) numbers of a name."""
+def _piece(where: str, problem: Problem, pass_: Pass, piece: Piece) -> tuple[int, int]:
+    """The numbers of a piece's payload and of the piece."""
     payloads = {payload.name: i for i, payload in enumerate(pass_.payloads)}
-    if name.payload not in payloads:
+    if piece.payload not in payloads:
         raise ScheduleFault(
-            f"{where}: {name} is no payload of pass {pass_.name}, which has {', '.join(payloads)}"
+            f"{where}: {piece} is no payload of pass {pass_.name}, which has {', '.join(payloads)}"
         )
-    groups = problem.head_groups(pass_.payloads[payloads[name.payload]].side)
-    if name.chunk >= problem.num_chunks or name.head >= groups:
+    number = payloads[piece.payload]
+    numbering = problem.numbering(pass_.payloads[number].side)
+    if piece.chunk >= numbering.num_chunks or piece.head >= numbering.head_groups:
         raise ScheduleFault(
-            f"{where}: there is no {name}; chunks go to {problem.num_chunks - 1}, head groups to {groups - 1}"
+            f"{where}: there is no {piece}; chunks go to {numbering.num_chunks - 1}, head groups to "
+            f"{numbering.head_groups - 1}"
         )
-    return payloads[name.payload], (name.copy * problem.num_chunks + name.chunk) * groups + name.head
+    return number, numbering.number(piece.chunk, piece.head, piece.copy)
 
 
 def _columns(rows: list[tuple[int, ...]], width: int) -> IntArray:

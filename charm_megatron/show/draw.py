@@ -11,8 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from charm_megatron.cost.timeline import Span, Timeline
-from charm_megatron.schedule.actions import Attend, Piece
+from charm_megatron.cost.timeline import AttendSpan, Timeline, TransferSpan
+from charm_megatron.schedule.actions import Attend
+from charm_megatron.schedule.payload import PAYLOADS
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.topology import Domains
 
@@ -46,7 +48,6 @@ LEGEND_COLUMNS = (
 LABEL_NOTE = "on blocks: query chunks, KV chunks"
 COMPUTES = ("own", "both", "visiting")
 WHITE_ON = ("own", "both", "inside", "across")
-CARGO_ORDER = ("q", "g", "kv", "k", "v", "o", "dq", "dkv", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class _Bar:
 
 def one_after_another(timelines: Sequence[Timeline]) -> Timeline:
     """Phases that all ranks begin together, each when the one before has ended everywhere."""
-    spans: list[Span] = []
+    spans: list[AttendSpan | TransferSpan] = []
     begin_s = 0.0
     for timeline in timelines:
         spans += [
@@ -154,36 +155,38 @@ def _group_bars(
     bars = []
     for rank in range(num_ranks):
         bars += _computing(timeline, rank, heights["attend"], phases)
-    for span in timeline.spans:
-        if span.kind != "attend":
-            kind = span.kind + (" result" if span.is_result else "")
-            row = span.rank + offsets[span.kind]
-            bars.append(_Bar(kind, row, heights[span.kind], span.start_s, span.end_s))
+    for span in timeline.transfers:
+        row = span.rank + offsets[span.kind]
+        bars.append(_Bar(_colour(span), row, heights[span.kind], span.start_s, span.end_s))
     return _stacked(bars)
 
 
 def _rank_bars(timeline: Timeline, rank: int, phases: Sequence[Schedule]) -> tuple[list[_Bar], list[str]]:
     """One rank: the rows' bars, and their names."""
-    transfers = [span for span in timeline.spans if span.kind != "attend" and rank in (span.rank, span.peer)]
-    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in transfers:
-        lanes[span.kind, span.label.rstrip("0123456789,.~<")].append(span)
+    order = list(PAYLOADS)
+    lanes: dict[tuple[str, str], list[TransferSpan]] = defaultdict(list)
+    for span in timeline.transfers:
+        if rank in (span.rank, span.peer):
+            lanes[span.kind, span.payload.name].append(span)
     has_across = any(kind == "across" for kind, _ in lanes)
     bars = _computing(timeline, rank, 0.82, phases, row=0)
     names = ["computes"]
-    for (kind, payload), spans in sorted(
-        lanes.items(), key=lambda lane: (lane[0][0], CARGO_ORDER.index(lane[0][1]))
-    ):
+    by_payload = sorted(
+        lanes.items(), key=lambda lane: (lane[0][0], lane[1][0].payload.is_result, order.index(lane[0][1]))
+    )
+    for (kind, payload), spans in by_payload:
         for sends, word in ((False, "in"), (True, "out")):
             for span in spans:
                 if (span.rank == rank) == sends:
-                    pieces = span.label.removeprefix(payload)
                     peer = span.peer if sends else span.rank
-                    labels = (f"{payload}{pieces} {'to' if sends else 'from'} {peer}", f"{payload}{pieces}")
-                    full_kind = kind + (" result" if span.is_result else "")
-                    bars.append(_Bar(full_kind, len(names), 0.82, span.start_s, span.end_s, labels))
+                    labels = (f"{span.label} {'to' if sends else 'from'} {peer}", span.label)
+                    bars.append(_Bar(_colour(span), len(names), 0.82, span.start_s, span.end_s, labels))
             names.append(f"{payload} {kind + ', ' if has_across else ''}{word}")
     return _stacked(bars), names
+
+
+def _colour(span: TransferSpan) -> str:
+    return span.kind + (" result" if span.payload.is_result else "")
 
 
 def _stacked(bars: Iterable[_Bar]) -> list[_Bar]:
@@ -211,7 +214,7 @@ def _computing(
     """The blocks of a rank, and its waits up to the end of the whole schedule."""
     at = rank if row is None else row
     spans = sorted(
-        (span for span in timeline.spans if span.kind == "attend" and span.rank == rank),
+        (span for span in timeline.spans if isinstance(span, AttendSpan) and span.rank == rank),
         key=lambda span: span.start_s,
     )
     actions = [a for schedule in phases for a in schedule.program(rank) if isinstance(a, Attend)]

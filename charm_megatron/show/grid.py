@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from charm_megatron.schedule.actions import Attend, Message, Piece, Post
+from charm_megatron.schedule.actions import Attend, Message, Post
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.schedule import Schedule
 
 CELL_WIDTH = 26
@@ -80,7 +81,7 @@ def _add_messages(
         for message in message_list:
             exists = 0 <= message.peer < len(domain_of)  # a faulty schedule may name any
             crosses = not exists or domain_of[message.peer] != domain_of[rank]
-            peers[words(message.names), crosses].append(message.peer)
+            peers[words(message.pieces), crosses].append(message.peer)
         for (pieces, crosses), numbers in peers.items():
             line = f"{' '.join(map(str, numbers))} {pieces}"
             lines.append(line)
@@ -93,14 +94,14 @@ def _attend_words(action: Attend) -> str:
     return " ".join(part for part in (words(action.q), words(action.kv), mask) if part)
 
 
-def words(names: Iterable[Piece]) -> str:
+def words(pieces: Iterable[Piece]) -> str:
     """Pieces in words, runs of consecutive chunks as `first..last`."""
     runs: list[list[Piece]] = []
-    for name in names:
-        if runs and name == runs[-1][-1]._replace(chunk=runs[-1][-1].chunk + 1):
-            runs[-1].append(name)
+    for piece in pieces:
+        if runs and piece == runs[-1][-1]._replace(chunk=runs[-1][-1].chunk + 1):
+            runs[-1].append(piece)
         else:
-            runs.append([name])
+            runs.append([piece])
     return " ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 

@@ -8,10 +8,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from typing import Any
 
-from charm_megatron.cost.timeline import Span, Timeline
+from charm_megatron.cost.timeline import AttendSpan, Span, Timeline, TransferSpan
 
 THREADS = {"attend": "computes", "inside": "sends inside its domain", "across": "sends across domains"}
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -20,18 +20,17 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     blocks: dict[int, list[float]] = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         events.append(_slice(span))
-        if span.kind == "attend":
+        if isinstance(span, AttendSpan):
             blocks[span.rank].append(span.start_s)
-    transfers = [span for span in timeline.spans if span.kind != "attend"]
-    for number, span in enumerate(transfers, start=1):
+    for number, span in enumerate(timeline.transfers, start=1):
         at = bisect_left(blocks[span.peer], span.end_s)
         if at < len(blocks[span.peer]):
             events += _arrow(number, span, blocks[span.peer][at])
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(num_ranks: int) -> list[Event]:
-    events: list[Event] = []
+def _names(num_ranks: int) -> list[TraceEvent]:
+    events: list[TraceEvent] = []
     for rank in range(num_ranks):
         events += [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
@@ -48,21 +47,27 @@ def _thread(span: Span) -> int:
     return list(THREADS).index(span.kind)
 
 
-def _slice(span: Span) -> Event:
-    computes = span.kind == "attend"
-    return {
+def _slice(span: Span) -> TraceEvent:
+    event = {
         "ph": "X",
-        "name": f"attend {span.label}" if computes else f"send {span.peer} {span.label}",
-        "cat": "result" if span.is_result else span.kind,
         "pid": span.rank,
         "tid": _thread(span),
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {} if computes else {"from": span.rank, "to": span.peer},
     }
+    match span:
+        case AttendSpan():
+            return {**event, "name": f"attend {span.label}", "cat": span.kind, "args": {}}
+        case TransferSpan():
+            return {
+                **event,
+                "name": f"send {span.peer} {span.label}",
+                "cat": "result" if span.payload.is_result else span.kind,
+                "args": {"from": span.rank, "to": span.peer},
+            }
 
 
-def _arrow(number: int, span: Span, block_start_s: float) -> list[Event]:
+def _arrow(number: int, span: TransferSpan, block_start_s: float) -> list[TraceEvent]:
     """From the transfer to the block. It must begin inside the transfer's slice, so at its start."""
     same = {"cat": "transfer", "name": span.label, "id": number}
     return [

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from charm_megatron.compile import compile_attention, is_schedule_file
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.planner import PLANNERS
@@ -37,7 +38,7 @@ class JobFacts:
 
 def check_quickly(config: RunConfig) -> None:
     """The checks that need neither torch nor Megatron. Raises `InvalidInput`."""
-    if config.charm.schedule not in PLANNERS and not config.charm.schedule.endswith(".json"):
+    if config.charm.schedule not in PLANNERS and not is_schedule_file(config.charm.schedule):
         raise ConfigError(
             f"charm.schedule {config.charm.schedule!r} is unknown{nearest(config.charm.schedule, PLANNERS)}"
         )
@@ -58,7 +59,6 @@ def check_job(
     """
     import torch
 
-    from charm_megatron.executor.runtime import plan_schedules
     from charm_megatron.mcore.limits import Layer, check_supported
     from charm_megatron.train.device import stand_in_for_cuda, transformer_engine_assumed
     from charm_megatron.train.job import attention_workload
@@ -78,7 +78,7 @@ def check_job(
     known = _domains_ahead(config, ranks_of_hosts, cp_size, tp_size)
     if cp_size > 1:
         for domains in known or (_domains_assumed(config, cp_size),):
-            plan_schedules(config.charm, domains, workload, "zigzag")
+            compile_attention(config.charm, domains, workload, "zigzag")
         for layer_number in range(1, args.num_layers + 1):
             check_supported(Layer(transformer, layer_number))
     iters = args.train_iters or args.train_samples // args.global_batch_size
@@ -161,7 +161,7 @@ def _domains_ahead(
 
 def _domains_assumed(config: RunConfig, cp_size: int) -> Domains:
     """To check with what else can be checked: one domain, or those that a written schedule is for."""
-    if config.charm.schedule.endswith(".json"):
+    if is_schedule_file(config.charm.schedule):
         written = load_schedule(Path(config.charm.schedule)).problem.domains
         if written.cp_size == cp_size:
             return written

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.decisions import Problem
-from charm_megatron.lowering.program import reads, received
 from charm_megatron.schedule.actions import (
     Accumulate,
     Action,
@@ -23,12 +21,15 @@ from charm_megatron.schedule.actions import (
     Free,
     Key,
     Message,
-    Piece,
     Post,
     Program,
     Wait,
+    reads,
 )
-from charm_megatron.schedule.passes import PAYLOADS, Pass, Payload
+from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.payload import PAYLOADS
+from charm_megatron.schedule.piece import Piece
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.schedule.text import excerpt
 from charm_megatron.show.grid import format_grid
@@ -112,21 +113,15 @@ class _Machine:
         self.name, self.problem, self.pass_ = name, problem, pass_
         self.ranks = []
         for rank, program in enumerate(programs):
-            own = frozenset(self._shard(rank, (pass_.q_down, pass_.kv_down)))
-            home = own | frozenset(self._shard(rank, (pass_.q_up, pass_.kv_up)))
+            own, results = (
+                frozenset(piece for payload in payloads for piece in problem.local_pieces(payload, rank))
+                for payloads in ((pass_.q_down, pass_.kv_down), pass_.results)
+            )
+            home = own | results
             self.ranks.append(_Rank(program, dict.fromkeys(own), own, home))
         self.done: set[tuple[int, int, int]] = set()
         self.num_messages = 0
         self.num_pieces_sent: dict[str, int] = defaultdict(int)
-
-    def _shard(self, rank: int, payloads: Sequence[Payload | None]) -> list[Piece]:
-        return [
-            Piece(payload.name, chunk, head)
-            for payload in payloads
-            if payload
-            for chunk in self.problem.sharding.chunks_of(rank)
-            for head in range(self.problem.head_groups(payload.side))
-        ]
 
     def run(self) -> CheckReport:
         runnable = set(range(len(self.ranks)))
@@ -165,7 +160,7 @@ class _Machine:
         if isinstance(action, Wait) and not self._may_pass(rank, action.key):
             return False
         for name in reads(action):
-            if self._resident(rank, name) not in state.held:
+            if self.problem.resident(name, rank) not in state.held:
                 self._fault(rank, f"{name} is not here yet")
         match action:
             case Post():
@@ -190,21 +185,21 @@ class _Machine:
         for name in reads(post):
             state.in_flight[name] += 1
         num_landing = len(state.landing)
-        for name in received(post):
+        for name in post.received:
             if name in state.held or name in state.landing:
                 self._fault(rank, f"{name} arrives twice")
             state.landing.add(name)
         self._count_foreign(state, len(state.landing) - num_landing)
-        values = {name: state.held[self._resident(rank, name)] for name in reads(post)}
+        values = {name: state.held[self.problem.resident(name, rank)] for name in reads(post)}
         flight = _Flight(post, values, list(post.sends), list(post.recvs))
         state.queue.append(flight)
         state.flights[post.key] = flight
 
     def _check_message(self, rank: int, message: Message) -> None:
-        peer, names = message
+        peer, pieces = message
         if peer == rank or not 0 <= peer < len(self.ranks):
             self._fault(rank, f"there is no peer {peer}")
-        if len({name.payload for name in names}) != 1:
+        if len({piece.payload for piece in pieces}) != 1:
             self._fault(rank, "a message mixes payloads")
 
     def _may_pass(self, rank: int, key: Key) -> bool:
@@ -239,7 +234,7 @@ class _Machine:
         block = (q.chunk, kv.chunk, q.head)
         if (q.payload, kv.payload) != (self.pass_.q_down.name, self.pass_.kv_down.name):
             self._fault(rank, f"block ({q}, {kv}) has the wrong payload for this pass")
-        if kv.head != q.head * problem.kv_head_groups // problem.q_head_groups:
+        if kv.head != problem.kv_head_of(q.head):
             self._fault(rank, f"block ({q}, {kv}) joins head groups that do not belong together")
         if not problem.unmasked[q.chunk, kv.chunk]:
             self._fault(rank, f"block ({q}, {kv}) is masked")
@@ -251,8 +246,8 @@ class _Machine:
         if self.pass_.q_up:
             self._add(rank, Piece(self.pass_.q_up.name, q.chunk, q.head), 1 << kv.chunk)
         if self.pass_.kv_up:
-            bit = q.chunk * problem.q_head_groups + q.head
-            self._add(rank, kv._replace(payload=self.pass_.kv_up.name), 1 << bit)
+            bit = problem.numbering("q").number(q.chunk, q.head)
+            self._add(rank, kv.of(self.pass_.kv_up.name), 1 << bit)
 
     def _has_right_mask(self, action: Attend, q: Piece, kv: Piece) -> bool:
         problem = self.problem
@@ -263,15 +258,9 @@ class _Machine:
             return band.is_causal(*shape)
         return band.is_full(*shape)
 
-    def _resident(self, rank: int, name: Piece) -> Piece:
-        """The name under which a rank holds a piece: at home all copies are one."""
-        if name.copy and name.src < 0 and self.problem.sharding.home[name.chunk] == rank:
-            return name._replace(copy=0)
-        return name
-
     def _add(self, rank: int, name: Piece, blocks: int) -> None:
         state = self.ranks[rank]
-        name = self._resident(rank, name)
+        name = self.problem.resident(name, rank)
         if name in state.left:
             self._fault(rank, f"adds to {name} after it was sent")
         have = state.held.get(name) or 0
@@ -284,7 +273,7 @@ class _Machine:
     def _accumulate(self, rank: int, name: Piece) -> None:
         state = self.ranks[rank]
         value = state.held[name]
-        if name.src < 0 or value is None:
+        if name.src is None or value is None:
             self._fault(rank, f"{name} is not a received partial result")
         if name in state.spent:
             self._fault(rank, f"{name} is accumulated twice")
@@ -300,7 +289,7 @@ class _Machine:
         if state.in_flight[name]:
             self._fault(rank, f"{name} is still being sent")
         if PAYLOADS[name.payload].is_result:
-            used = name in state.spent if name.src >= 0 else name in state.left
+            used = name in state.spent if name.src is not None else name in state.left
             if not used:
                 self._fault(rank, f"result {name} would be lost")
         del state.held[name]
@@ -342,10 +331,10 @@ class _Machine:
         sends = [message for message in out.sends if message.peer == dst]
         recvs = [message for message in into.recvs if message.peer == src]
         for send, recv in zip(sends, recvs, strict=False):
-            landed = tuple(self._landed(name, src) for name in send.names)
-            if landed != recv.names:
+            landed = tuple(self._landed(name, src) for name in send.pieces)
+            if landed != recv.pieces:
                 self._fault(src, f"sends {send} where rank {dst} expects {recv}")
-            into.arrived.update(zip(landed, (out.values[name] for name in send.names), strict=True))
+            into.arrived.update(zip(landed, (out.values[name] for name in send.pieces), strict=True))
             out.sends.remove(send)
             into.recvs.remove(recv)
             self._count(src, send)
@@ -358,7 +347,7 @@ class _Machine:
 
     def _count(self, src: int, message: Message) -> None:
         self.num_messages += 1
-        for name in message.names:
+        for name in message.pieces:
             self.num_pieces_sent[name.payload] += 1
             if PAYLOADS[name.payload].is_result:
                 again = name in self.ranks[src].left
@@ -403,6 +392,6 @@ class _Machine:
             if q_up:
                 results[Piece(q_up.name, q, head)] |= 1 << kv
             if kv_up:
-                kv_head = head * problem.kv_head_groups // problem.q_head_groups
-                results[Piece(kv_up.name, kv, kv_head)] |= 1 << (q * problem.q_head_groups + head)
+                kv_head = problem.kv_head_of(head)
+                results[Piece(kv_up.name, kv, kv_head)] |= 1 << problem.numbering("q").number(q, head)
         return results

@@ -13,8 +13,9 @@ tables by one rule that does not look at the number of ranks (see `program` for 
 import numpy as np
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.decisions import BoolArray, IntArray
-from charm_megatron.schedule.passes import Payload, Side
+from charm_megatron.schedule.payload import SIDES, Payload, Side
+from charm_megatron.schedule.piece import IntArray
+from charm_megatron.schedule.problem import BoolArray
 from charm_megatron.schedule.schedule import Schedule
 
 NEVER = np.iinfo(np.int64).max
@@ -23,8 +24,7 @@ NEVER = np.iinfo(np.int64).max
 def check_tables(schedule: Schedule) -> None:
     """Raises `ScheduleFault`, naming rank, step and piece, where a fact does not hold."""
     _check_blocks(schedule)
-    sides: tuple[Side, Side] = ("q", "kv")
-    for side in sides:
+    for side in SIDES:
         _Side(schedule, side).check()
 
 
@@ -48,30 +48,19 @@ class _Side:
 
     def __init__(self, schedule: Schedule, side: Side):
         self.schedule, self.side, self.problem = schedule, side, schedule.problem
-        self.groups = self.problem.head_groups(side)
-        hops = schedule.hops
-        largest = max(
-            int(hops.piece.max(initial=0)) // (self.groups * self.problem.num_chunks),
-            int(schedule.blocks.kv_copy.max(initial=0)) if side == "kv" else 0,
-        )
-        self.num_pieces = (largest + 1) * self.problem.num_chunks * self.groups
+        self.numbering = self.problem.numbering(side)
+        pieces_read = schedule.operand_pieces(side)
+        largest = max(int(x.max(initial=0)) for x in (schedule.hops.piece, pieces_read))
+        self.num_pieces = (self.numbering.copy_of(largest) + 1) * self.numbering.num_first
         self.num_states = self.num_pieces * self.problem.cp_size
         pieces = np.arange(self.num_pieces)
-        self.home = self.problem.home[pieces // self.groups % self.problem.num_chunks]
+        self.home = self.problem.home[self.numbering.chunk(pieces)]
         self.at_home = self._index(pieces, self.home)
-        self.readers, self.compute_step = self._readers()
+        self.readers = self._index(pieces_read, schedule.blocks.rank)
+        self.compute_step = schedule.blocks.compute_step
 
     def _index(self, piece: IntArray, rank: IntArray) -> IntArray:
         return piece * self.problem.cp_size + rank
-
-    def _readers(self) -> tuple[IntArray, IntArray]:
-        blocks = self.schedule.blocks
-        if self.side == "q":
-            piece = blocks.q * self.groups + blocks.head
-        else:
-            heads = self.problem.kv_head_of(blocks.head)
-            piece = (blocks.kv_copy * self.problem.num_chunks + blocks.kv) * self.groups + heads
-        return self._index(piece, blocks.rank), blocks.compute_step
 
     def _rows(self, payload: Payload) -> BoolArray:
         rows: BoolArray = self.schedule.hops.payload == self.schedule.pass_.payloads.index(payload)
@@ -121,8 +110,7 @@ class _Side:
 
     def _own(self, piece: IntArray, rank: IntArray) -> IntArray:
         """As `_index`, but at home all copies are one."""
-        first = piece % (self.problem.num_chunks * self.groups)
-        return self._index(np.where(self.home[piece] == rank, first, piece), rank)
+        return self._index(np.where(self.home[piece] == rank, self.numbering.first(piece), piece), rank)
 
     def _require(self, holds: BoolArray, why: str) -> None:
         self._require_rows(holds, np.arange(len(holds)), why)
@@ -130,9 +118,8 @@ class _Side:
     def _require_rows(self, holds: BoolArray, states: IntArray, why: str) -> None:
         if not holds.all():
             piece, rank = divmod(int(states[int(np.argmin(holds))]), self.problem.cp_size)
-            number, head = divmod(piece, self.groups)
-            copy, chunk = divmod(number, self.problem.num_chunks)
+            chunk, head = self.numbering.chunk(piece), self.numbering.head(piece)
             raise ScheduleFault(
                 f"{self.schedule.name} {self.schedule.pass_.name}, rank {rank}: {self.side} piece of chunk {chunk}, "
-                f"head group {head}, copy {copy} {why}"
+                f"head group {head}, copy {self.numbering.copy_of(piece)} {why}"
             )

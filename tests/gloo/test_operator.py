@@ -17,10 +17,11 @@ from charm_megatron.errors import (
     WorkloadError,
 )
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import PLANNERS, plan
 from charm_megatron.schedule.json_form import to_json
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.passes import DIRECTIONS
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule
@@ -184,9 +185,9 @@ def byte_counts(rank, size):
         run_case(runtime, rank, size, kv_heads=2, dtype=torch.bfloat16)
         workload = Workload(BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM, "bfloat16")
         receipt = runtime.receipt(dist.group.WORLD, workload)
-        for phase in (*receipt.forward, *receipt.backward):
+        for phase in receipt.plan.schedules:
             check_schedule(phase)
-        planned = receipt.forward_traffic.total_bytes[rank] + receipt.backward_traffic.total_bytes[rank]
+        planned = sum(receipt.plan.traffic(direction).total_bytes[rank] for direction in DIRECTIONS)
         rows.append((schedule, runtime.num_bytes_sent(dist.group.WORLD), int(planned)))
     return rows
 
@@ -197,15 +198,15 @@ def test_bytes_posted_equal_the_plan_and_the_checker_passes_what_ran():
         assert all(posted > 0 for _, posted, _ in rows)
 
 
-def bfloat16_case(rank, size, return_dtype):
-    config = CharmConfig(domains=2, return_dtype=return_dtype, grad_return_dtype=return_dtype, deadline_s=60)
+def bfloat16_case(rank, size, dtype):
+    config = CharmConfig(domains=2, out_return_dtype=dtype, grad_return_dtype=dtype, deadline_s=60)
     runtime = AttentionRuntime(config)
     return run_case(runtime, rank, size, kv_heads=2, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("return_dtype", ["model", "float32"])
-def test_bfloat16_stays_within_a_few_roundings(return_dtype):
-    for errors in run_ranks(bfloat16_case, 4, return_dtype):
+@pytest.mark.parametrize("dtype", ["model", "float32"])
+def test_bfloat16_stays_within_a_few_roundings(dtype):
+    for errors in run_ranks(bfloat16_case, 4, dtype):
         assert all(error < 2e-2 for error in errors.values()), errors
 
 

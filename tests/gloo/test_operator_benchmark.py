@@ -21,7 +21,6 @@ from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
 from charm_megatron.bench.verdict import standings
 from charm_megatron.cli.main import app
-from charm_megatron.cost.wire import traffic
 from charm_megatron.errors import LaunchError, TopologyError
 from charm_megatron.kernels.unsharded import relative_error
 from charm_megatron.peers import check as peer_check
@@ -45,8 +44,8 @@ def test_each_schedule_has_a_row_a_pass_with_its_planned_bytes(ccr):
         (name, direction) for name in case.schedules for direction in ("forward", "backward")
     ]
     for row in rows:
-        schedules, wire = planned(case, CLUSTER, row.schedule)
-        assert row.bytes_planned == traffic(*schedules[row.direction], wire=wire).total_bytes.max()
+        plan = planned(case, CLUSTER, row.schedule)
+        assert row.bytes_planned == plan.traffic(row.direction).total_bytes.max()
         assert 0 < row.min_s <= row.median_s <= row.max_s
         assert row.is_modelled == (ccr is not None)
         assert row.ccr == pytest.approx(ccr) if ccr else row.ccr > 0

@@ -6,15 +6,16 @@ from operator import or_
 import pytest
 import torch
 
-from charm_megatron.cost.report import peak_buffers
+from charm_megatron.compile import Plan
+from charm_megatron.cost.buffers import peak_buffers
 from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError, ScheduleFault
 from charm_megatron.executor.loopback import LoopbackGroup
 from charm_megatron.kernels import ReferenceKernel
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.passes import FORWARD
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.passes import DIRECTIONS, FORWARD, Direction
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import parse_program
 from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding
@@ -79,17 +80,16 @@ def test_every_planner_gives_exact_attention_and_sends_and_stores_what_it_plans(
             method = plan(name, problem)
         except PlanError:
             continue
-        forward, backward = (make_schedules(method, way) for way in ("forward", "backward"))
+        forward, backward = (make_schedules(method, direction) for direction in DIRECTIONS)
         wire = make_wire(problem, kv_heads)
-        group = LoopbackGroup(
-            forward, backward, wire, ReferenceKernel(), softmax_scale=SCALE, is_buffered=is_buffered
-        )
+        made = Plan(forward, backward, wire, "under test")
+        group = LoopbackGroup(made, ReferenceKernel(), softmax_scale=SCALE, is_buffered=is_buffered)
         worst, got = errors(group, kv_heads)
         assert max(worst) < 1e-12
         planned = traffic(*forward, *backward, wire=wire).total_bytes
         assert got.num_bytes_sent == tuple(planned.tolist())
         for rank, call in enumerate(group.calls):
-            needs = (peak_buffers(s.program(rank), s.pass_, wire, rank) for s in (*forward, *backward))
+            needs = (peak_buffers(schedule, wire, rank) for schedule in made.schedules)
             assert call.pool.num_bytes == reduce(or_, needs).pool_bytes
         num_run += 1
     if name in ("dist_flash", "tasp"):
@@ -108,8 +108,9 @@ PAIR = [
 def by_hand(*texts):
     programs = [parse_program(text.splitlines()) for text in texts]
     forward = written_schedule("by hand", PROBLEM, FORWARD, programs)
-    backward = make_schedules(plan("ring", PROBLEM), "backward")
-    return LoopbackGroup([forward], backward, make_wire(PROBLEM), ReferenceKernel(), softmax_scale=SCALE)
+    backward = make_schedules(plan("ring", PROBLEM), Direction.BACKWARD)
+    made = Plan((forward,), backward, make_wire(PROBLEM), "by hand")
+    return LoopbackGroup(made, ReferenceKernel(), softmax_scale=SCALE)
 
 
 def test_a_schedule_written_by_hand_runs():

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from charm_megatron.compile import Plan, RankProgram
 from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.executor.attention import ForwardResult
 from charm_megatron.executor.loopback import LoopbackGroup, run_phases_together
-from charm_megatron.executor.run import RankPlan
+from charm_megatron.executor.run import LabelledProgram
 from charm_megatron.kernels import ReferenceKernel
+from charm_megatron.lowering.schedules import make_schedules
+from charm_megatron.lowering.storage import plan_storage
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.actions import Accumulate, Attend, Free, Key, Post, Wait
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_programs
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.torch
 
 NUM_MUTANTS_EACH = 450
 HEADS, HEAD_DIM = 2, 4
+SCALE = HEAD_DIM**-0.5
 
 CASES = [
     ("ring", 1, 3, "contiguous", NO_MASK),
@@ -50,9 +54,8 @@ class Subject:
         workload = Workload(1, 4 * size, HEADS, HEADS, HEAD_DIM, HEAD_DIM, "float64", mask)
         self.wire = make_wire_format(workload, self.problem)
         self.direction, self.size = direction, size
-        (self.forward,) = make_schedules(method, "forward")
-        (self.backward,) = make_schedules(method, "backward")
-        self.schedule = self.forward if direction == "forward" else self.backward
+        self.plan = Plan(*(make_schedules(method, each) for each in DIRECTIONS), self.wire, "under test")
+        (self.schedule,) = self.plan.phases(direction)
         self.programs = [self.schedule.program(rank) for rank in range(size)]
         generator = torch.Generator().manual_seed(0)
         self.inputs = [
@@ -75,24 +78,26 @@ class Subject:
 
     def execute(self, programs):
         """The verdict of running it: it ends, leaves nothing behind, and gives full attention."""
-        group = LoopbackGroup(
-            [self.forward], [self.backward], self.wire, ReferenceKernel(), softmax_scale=HEAD_DIM**-0.5
-        )
-        plans = [(RankPlan(self.schedule.pass_, program, tuple(map(str, program))),) for program in programs]
-        field = f"{self.direction}_plans"
-        calls = [replace(call, **{field: plan_}) for call, plan_ in zip(group.calls, plans, strict=True)]
+        group = LoopbackGroup(self.plan, ReferenceKernel(), softmax_scale=SCALE)
         try:
-            errors = self._run(group, calls)
+            errors = self._run(group, self._calls(group, programs))
         except (ScheduleFault, AssertionError, KeyError, RuntimeError, ValueError, IndexError):
             return False
         return max(errors) < 1e-9  # False for NaN too
+
+    def _calls(self, group, programs):
+        """The group's calls, with other programs."""
+        for rank, (call, program) in enumerate(zip(group.calls, programs, strict=True)):
+            storage = plan_storage(program, self.schedule.pass_, self.problem, rank)
+            compiled = LabelledProgram(RankProgram(self.schedule.pass_, program, storage))
+            yield replace(call, **{f"{self.direction}_programs": (compiled,)})
 
     def _run(self, group, calls):
         q, k, v, dout = (
             [x[list(group.sharding.tokens_of(r))] for r in range(self.size)] for x in self.inputs
         )
         if self.direction == "forward":
-            phases = [c.forward_phases(*x) for c, *x in zip(calls, q, k, v, strict=True)]
+            phases = [c.forward_phases(*x, SCALE) for c, *x in zip(calls, q, k, v, strict=True)]
             results = run_phases_together(phases, group.network)
             got = ([r.out for r in results], [r.lse for r in results])
             wanted = (self.out, self.lse)
@@ -101,7 +106,7 @@ class Subject:
                 ForwardResult(self.out[list(tokens)], self.lse[list(tokens)], {})
                 for tokens in (group.sharding.tokens_of(r) for r in range(self.size))
             ]
-            phases = [c.backward_phases(*x) for c, *x in zip(calls, dout, q, k, v, known, strict=True)]
+            phases = [c.backward_phases(*x, SCALE) for c, *x in zip(calls, dout, q, k, v, known, strict=True)]
             results = run_phases_together(phases, group.network)
             got = zip(*results, strict=True)
             wanted = self.grads
@@ -156,8 +161,8 @@ def retarget(action, problem, chance):
             if what == "peer":
                 side[i] = side[i]._replace(peer=chance.randrange(problem.cp_size))
             elif what == "piece":
-                names = side[i].names
-                side[i] = side[i]._replace(names=(other_piece(names[0], problem, chance), *names[1:]))
+                names = side[i].pieces
+                side[i] = side[i]._replace(pieces=(other_piece(names[0], problem, chance), *names[1:]))
             elif what == "fewer":
                 del side[i]
             else:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from charm_megatron.cli.job import by_flag, check
 from charm_megatron.cli.main import app
+from charm_megatron.compile import compile_attention
 from charm_megatron.config import load_run_config, variant_names
 from charm_megatron.errors import InvalidInput
-from charm_megatron.executor.runtime import plan_schedules
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule
 from charm_megatron.verify.tables import check_tables
@@ -60,8 +60,7 @@ def test_flags_pass_megatrons_checks_and_the_schedule_is_right(name: str, varian
         assert facts.workload == Workload(batch, seq_len, heads, kv_heads, width, width, dtype)
         assert (facts.cp_size, config.launch.ranks) == (cp_size, cp_size)
         domains = even_domains(cp_size, max(2, cp_size // RANKS_PER_NODE))
-        planned, _ = plan_schedules(config.charm, domains, facts.workload, "zigzag")
-        for phase in (*planned["forward"], *planned["backward"]):
+        for phase in compile_attention(config.charm, domains, facts.workload, "zigzag").schedules:
             assert phase.name.startswith(schedule)
             check_tables(phase)
             check_schedule(phase)

@@ -3,10 +3,11 @@
 import pytest
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.decisions import Decisions, Problem, owner_by_homes, shard_routes
+from charm_megatron.lowering.decisions import Decisions, owner_by_homes, shard_routes
+from charm_megatron.lowering.schedules import make_schedule, make_schedules
 from charm_megatron.planner import plan
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
-from charm_megatron.schedule.schedule import make_schedule, make_schedules
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import parse_action, parse_program
 from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding
@@ -189,9 +190,7 @@ def test_no_single_dropped_action_of_charm_goes_unnoticed(name):
 def test_routes_that_contradict_each_other_are_refused(rows, message):
     made = Problem(make_sharding("contiguous", 3, 6), even_domains(3, 1), NO_MASK)
     owner = owner_by_homes(made, [[0, 1, 2], [1, 1, 1], [2, 2, 2]])
-    routes = tuple(
-        r for side, home, path, steps in rows for r in shard_routes(made, side, [(home, path, steps)])
-    )
+    routes = tuple(shard_routes(made, side, [path], steps, home=[home]) for side, home, path, steps in rows)
     with pytest.raises(ScheduleFault, match=message):
         make_schedule(Decisions("wrong", made, owner, routes), FORWARD)
 

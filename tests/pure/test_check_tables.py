@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from charm_megatron.errors import ScheduleFault
-from charm_megatron.lowering.lower import Hops
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.tables import Hops
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule

@@ -7,26 +7,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from charm_megatron.compile import rank_program
+from charm_megatron.cost.buffers import Buffers, Lifetime, assign_slots, lifetimes, peak_buffers
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.cost.report import (
-    Buffers,
-    Lifetime,
-    assign_slots,
-    lifetimes,
-    longest_chain,
-    num_pairs,
-    peak_buffers,
-    report,
-)
+from charm_megatron.cost.report import longest_chain, num_pairs, report
 from charm_megatron.cost.timeline import evaluate
 from charm_megatron.cost.wire import make_wire_format
-from charm_megatron.lowering.lower import Blocks, Hops
 from charm_megatron.planner import PLANNERS
 from charm_megatron.schedule.actions import Piece
 from charm_megatron.schedule.passes import FORWARD
-from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.schedule.schedule import PostOptions
+from charm_megatron.schedule.tables import Blocks, Hops
 from charm_megatron.schedule.text import parse_program
-from charm_megatron.schedule.written import written_schedule
+from charm_megatron.schedule.written import WrittenSchedule, written_schedule
 from charm_megatron.show.draw import draw_rank, draw_timelines, one_after_another
 from charm_megatron.show.grid import format_grid, num_rows, words
 from charm_megatron.show.perfetto import chrome_trace
@@ -90,9 +83,8 @@ def test_blocks_that_are_in_no_table_stand_at_the_last_post_before_them():
     lines = ["attend q0 kv0", "post 2.0 | send 1 kv0 | recv 7 kv1", "attend q0 kv1"]
     programs = (parse_program(lines), ())
     none = [np.zeros(0, dtype=np.int64)] * 6
-    made = Schedule(
-        "mine", cut("ring", one_domain(2)), FORWARD, Hops(*none[:5]), Blocks(*none), written=programs
-    )
+    tables = Hops(*none[:5]), Blocks(*none)
+    made = WrittenSchedule("mine", cut("ring", one_domain(2)), FORWARD, *tables, PostOptions(), programs)
     assert format_grid(made, range(3), recvs=True).splitlines() == [
         "step          rank 0  rank 1",
         "0     attend  q0 kv0",
@@ -260,14 +252,14 @@ def test_a_ring_needs_its_own_kv_and_two_more_at_any_size():
     """One KV is read and sent on while the next arrives."""
     for size in (3, 4, 9):
         made, wire = plain("ring", one_domain(size))
-        got = peak_buffers(made.program(1), FORWARD, wire, 1)
+        got = peak_buffers(made, wire, 1)
         assert got == Buffers((KV_BYTES,) * 3, 3, 3 * KV_BYTES)
 
 
 def test_buffers_of_pass_q_over_two_ranks():
     """Own KV, packed; the visiting Q; its output, its copy to send, and the own output that comes back."""
     made, wire = plain("pass_q", one_domain(2))
-    got = peak_buffers(made.program(0), FORWARD, wire, 0)
+    got = peak_buffers(made, wire, 0)
     assert got.slot_bytes == (OUT_SUM_BYTES, OUT_BYTES, OUT_BYTES, KV_BYTES, Q_BYTES)
     assert got.peak_bytes == KV_BYTES + OUT_SUM_BYTES + 2 * OUT_BYTES  # Q has been given back
     assert got.peak_buffers == 4
@@ -276,7 +268,7 @@ def test_buffers_of_pass_q_over_two_ranks():
 
 def test_one_rank_alone_needs_its_packed_operands():
     made, wire = plain("ring", one_domain(1))
-    assert peak_buffers(made.program(0), FORWARD, wire, 0) == Buffers((KV_BYTES,), 1, KV_BYTES)
+    assert peak_buffers(made, wire, 0) == Buffers((KV_BYTES,), 1, KV_BYTES)
 
 
 def test_a_slot_serves_one_buffer_of_its_size_after_the_other():
@@ -302,7 +294,7 @@ def test_slots_hold_the_peak_and_never_two_buffers_at_once(name, direction):
     problem = cut(name, even_domains(8, 2), layout, mask, per_rank=16, heads=(16, 16))
     wire = make_wire_format(Workload(1, 128, 16, 16, 4, 4, "bfloat16", mask), problem)
     for phase in schedules(name, problem, direction):
-        spans = lifetimes(phase.program(3), phase.pass_, wire, 3)
+        spans = lifetimes(rank_program(phase, 3).storage, wire)
         in_slot = defaultdict(list)
         for span, slot in zip(spans, assign_slots(spans), strict=True):
             in_slot[slot].append(span)
@@ -310,7 +302,7 @@ def test_slots_hold_the_peak_and_never_two_buffers_at_once(name, direction):
             ordered = sorted(one, key=lambda span: span.first)
             assert all(a.last <= b.first for a, b in pairwise(ordered))
             assert len({span.num_bytes for span in one}) == 1
-        got = peak_buffers(phase.program(3), phase.pass_, wire, 3)
+        got = peak_buffers(phase, wire, 3)
         assert got.num_slots == len(in_slot)
         assert 0 < got.peak_bytes <= got.pool_bytes
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from charm_megatron.errors import InvalidInput, ScheduleFault, ScheduleSyntaxError
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import PLANNERS, cut_problem, plan
 from charm_megatron.schedule.json_form import from_json, load_schedule, to_json
-from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule
@@ -59,7 +59,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "something"}, "'something' version 1"),
+        ({"format": "something"}, "'something' version 2"),
         ({"version": 9}, "version 9"),
         ({"problem__layout": "zigzg"}, "did you mean 'zigzag'"),
         ({"problem__mask": "casual"}, "did you mean 'causal'"),

@@ -6,6 +6,7 @@ from charm_megatron.cli.memory import predict
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.memory import own_bytes, paper_bytes
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
+from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import Workload
 
@@ -68,8 +69,8 @@ def test_own_tensors_are_counted_with_grouped_heads_and_scalars() -> None:
     workload = Workload(2, 16, 4, 2, 8, 6, "bfloat16")
     rows = 2 * 8
     q, kv, out, lse = rows * 4 * 8, rows * 2 * 14, rows * 4 * 6, rows * 4
-    assert own_bytes(workload, 2, "forward") == 2 * (q + kv) + (4 + 2) * out + 4 * lse
-    assert own_bytes(workload, 2, "backward") == 2 * (q + kv + 2 * out) + (4 + 2) * (q + kv) + 8 * lse
+    assert own_bytes(workload, 2, FORWARD) == 2 * (q + kv) + (4 + 2) * out + 4 * lse
+    assert own_bytes(workload, 2, BACKWARD) == 2 * (q + kv + 2 * out) + (4 + 2) * (q + kv) + 8 * lse
 
 
 def test_the_rings_buffers_do_not_grow_with_the_group() -> None:

@@ -140,9 +140,11 @@ def test_json_of_one_pass_has_that_pass_alone(run):
 
 def test_options_reach_the_schedule(run):
     plain = json.loads(run(*CHARM, "--json", "--pass", "forward").stdout)
-    other = json.loads(run(*CHARM, "--json", "--pass", "forward", "--depth", "2", "--separate-lanes").stdout)
-    assert plain["options"] == {"depth": 1, "fuse": True}
-    assert other["options"] == {"depth": 2, "fuse": False}
+    other = json.loads(
+        run(*CHARM, "--json", "--pass", "forward", "--prefetch-depth", "2", "--no-fuse").stdout
+    )
+    assert plain["options"] == {"prefetch_depth": 1, "fuse": True}
+    assert other["options"] == {"prefetch_depth": 2, "fuse": False}
 
 
 def test_wider_returns_send_more(run):
@@ -160,7 +162,7 @@ def test_wider_returns_send_more(run):
         "none",
     ]
     for dtype, width in (("model", 2), ("float32", 4)):
-        result = run(*args, "--pass", "forward", "--return-dtype", dtype)
+        result = run(*args, "--pass", "forward", "--out-return-dtype", dtype)
         expected = num_bytes_words(64 * 4 * (8 * 2 + 8 * width + 4))
         assert " ".join(rows(result.stdout, "most")[0][2:4]) == expected
 
@@ -280,11 +282,11 @@ def assert_refused(result, *parts):
         (["--schedule", "ring", "--mask", "causal+documents:5,6"], ["documents have 11 tokens"]),
         (["--schedule", "ring", "--dtype", "bfloat61"], ["did you mean 'bfloat16'?"]),
         (["--schedule", "ring", "--pass", "forwards"], ["--pass 'forwards'", "did you mean 'forward'?"]),
-        (["--schedule", "ring", "--return-dtype", "fp32"], ["--return-dtype 'fp32'", "model"]),
+        (["--schedule", "ring", "--out-return-dtype", "fp32"], ["--out-return-dtype 'fp32'", "model"]),
         (["--schedule", "ring", "--grad-return-dtype", "modle"], ["did you mean 'model'?"]),
         (["--schedule", "ring", "--nodes", "0"], ["--nodes must be at least 1, but is 0"]),
         (["--schedule", "ring", "--ranks-per-node", "-3"], ["--ranks-per-node must be at least 1"]),
-        (["--schedule", "ring", "--depth", "0"], ["--depth must be at least 1"]),
+        (["--schedule", "ring", "--prefetch-depth", "0"], ["--prefetch-depth must be at least 1"]),
         (["--schedule", "ring", "--heads", "0"], ["--heads must be at least 1"]),
         (["--schedule", "ring", "--tokens-per-rank", "7"], ["does not divide", "multiple of 16"]),
         (["--schedule", "ring", "--heads", "8", "--kv-heads", "3"], ["cannot share 3 KV heads evenly"]),
@@ -376,7 +378,7 @@ def test_a_schedule_for_another_group_is_refused(run, saved):
     [
         (lambda text: text[:200], ["is not JSON"]),
         (lambda text: "[]", ["is not a JSON object"]),
-        (lambda text: text.replace('"version": 1', '"version": 9'), ["version 9", "version 1 is read"]),
+        (lambda text: text.replace('"version": 2', '"version": 9'), ["version 9", "version 2 is read"]),
         (lambda text: text.replace('"cp_size": 4', '"cp_size": "four"'), ["cp_size"]),
         (lambda text: text.replace('"layout"', '"layuot"'), ["problem.layout", "required"]),
         (lambda text: text.replace("attend", "atend", 1), ["did you mean 'attend'?"]),

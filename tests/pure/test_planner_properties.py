@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError
-from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import plan, shape
 from charm_megatron.planner.grid import hop_order, rows_of
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains, one_domain
 from charm_megatron.verify.programs import check_schedule

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from charm_megatron.errors import PlanError
-from charm_megatron.lowering.decisions import Problem
 from charm_megatron.planner import PLANNERS, Shape, plan, shape
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import LAYOUTS, make_sharding, refine
 from charm_megatron.topology import Domains, even_domains, one_domain
 from charm_megatron.verify.programs import check_schedule
@@ -122,7 +122,7 @@ def test_scattered_domains_any_mask_and_any_depth_pass_too(
     documents = tuple(np.diff(bounds).tolist()) if len(bounds) > 2 else ()
     heads = (size * groups[0] * groups[1], size * groups[0])
     mask = Mask(left, right, documents)
-    check(name, Domains(tuple(domain_of)), layout, mask, heads, depth=depth, fuse=fuse)
+    check(name, Domains(tuple(domain_of)), layout, mask, heads, prefetch_depth=depth, fuse=fuse)
 
 
 UNEQUAL = Domains((0, 1, 1, 0, 1))

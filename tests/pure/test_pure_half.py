@@ -20,6 +20,7 @@ PURE_ROOMS = (
         "verify",
     ),
     "planner",
+    "compile",
 )
 TORCH_ROOMS = ("kernels", "executor")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from charm_megatron.bench.planning import measure_planning
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule

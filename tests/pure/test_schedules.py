@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError, WorkloadError
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import plan
 from charm_megatron.planner.matchings import exchanges
 from charm_megatron.schedule.actions import Attend, Post
-from charm_megatron.schedule.passes import BACKWARD, FORWARD, KV
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.passes import BACKWARD, FORWARD
+from charm_megatron.schedule.payload import KV
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.schedule import PostOptions
 from charm_megatron.schedule.text import format_schedule
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import Domains, even_domains
@@ -31,7 +33,7 @@ def problem(num_domains, per_domain, *, layout="zigzag", mask=CAUSAL, seq_len=No
 
 
 def schedule(name, made, pass_=FORWARD, **options):
-    (made_schedule,) = make_schedules(plan(name, made), pass_.direction, **options)
+    (made_schedule,) = make_schedules(plan(name, made), pass_.direction, PostOptions(**options))
     return made_schedule
 
 
@@ -63,7 +65,7 @@ def test_every_planner_passes_the_checker(name, grid):
         (True, False),
     ):
         made = problem(*grid, layout=layout, mask=mask)
-        check_schedule(schedule(name, made, pass_, depth=depth, fuse=fuse))
+        check_schedule(schedule(name, made, pass_, prefetch_depth=depth, fuse=fuse))
 
 
 @given(
@@ -84,7 +86,7 @@ def test_domains_of_scattered_ranks_and_head_groups_pass_too(
     domains = Domains(tuple(rank % num_domains for rank in order))
     made = Problem(make_sharding(layout, 6, 48, mask.documents), domains, mask, *heads)
     for pass_ in (FORWARD, BACKWARD):
-        check_schedule(schedule(name, made, pass_, depth=depth))
+        check_schedule(schedule(name, made, pass_, prefetch_depth=depth))
 
 
 @pytest.mark.parametrize("size", range(1, 34))
@@ -251,7 +253,7 @@ def test_an_unknown_schedule_names_the_nearest():
 def test_the_digest_tells_schedules_apart_and_nothing_else():
     made = problem(2, 2)
     digests = {
-        schedule(name, made, pass_, depth=depth, fuse=fuse).digest
+        schedule(name, made, pass_, prefetch_depth=depth, fuse=fuse).digest
         for name, pass_, depth, fuse in product(NAMES, (FORWARD, BACKWARD), (1, 2), (True, False))
     }
     assert len(digests) == len(NAMES) * 8

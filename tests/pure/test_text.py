@@ -3,9 +3,9 @@
 import pytest
 
 from charm_megatron.errors import ScheduleSyntaxError
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import PLANNERS, cut_problem, plan
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import format_schedule, parse_action, parse_program
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains

@@ -9,10 +9,11 @@ from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.cost.timeline import evaluate
 from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import WorkloadError
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.planner import plan
-from charm_megatron.schedule.passes import BACKWARD, FORWARD, KV, OUT, Q
-from charm_megatron.schedule.schedule import make_schedules
+from charm_megatron.schedule.passes import BACKWARD, FORWARD
+from charm_megatron.schedule.payload import KV, OUT, Q
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
 from charm_megatron.show.draw import draw_timelines
 from charm_megatron.topology import even_domains
@@ -42,7 +43,7 @@ def test_with_links_that_take_no_time_only_computation_remains(name, pass_):
     schedule, wire = setup(name, 2, 4, pass_, layout="zigzag", mask=CAUSAL)
     timeline = evaluate(schedule, wire, CostModel(1e9, NO_TIME, NO_TIME))
     pairs = wire.workload.seq_len * (wire.workload.seq_len + 1) / 2 / 4
-    expected_s = wire.workload.block_flops(pairs, 2, backward=pass_ is BACKWARD) / 1e9
+    expected_s = wire.workload.block_flops(pairs, 2, pass_.products) / 1e9
     assert timeline.busy_s == pytest.approx([expected_s] * 4)
     assert timeline.makespan_s == pytest.approx(expected_s)
     assert timeline.exposed_s == pytest.approx(0)

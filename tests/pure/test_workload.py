@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from charm_megatron.errors import WorkloadError
-from charm_megatron.lowering.decisions import Problem
+from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import one_domain
 from charm_megatron.workload import CAUSAL, NO_MASK, Band, Mask, Workload, parse_mask

@@ -1,0 +1,187 @@
+"""Settings, domains and sizes -> the plan of an attention call: the one way from what is asked to what runs.
+
+`compile_attention` knows the planners and schedule files, what stands in for a schedule that does not fit the domains,
+and what has to be refused. The runtime, the command line, the benchmarks and the checks before a job all use it, so
+that what is shown, costed and proved is what runs. It needs no torch.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from charm_megatron.config import CharmConfig
+from charm_megatron.cost.report import Report, report
+from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
+from charm_megatron.errors import PlanError
+from charm_megatron.lowering.schedules import make_schedules
+from charm_megatron.lowering.storage import Storage, plan_storage
+from charm_megatron.planner import cut_problem, plan
+from charm_megatron.schedule.actions import Program
+from charm_megatron.schedule.json_form import load_schedule
+from charm_megatron.schedule.passes import DIRECTIONS, Direction, Pass
+from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.schedule import PostOptions, Schedule
+from charm_megatron.schedule.text import format_schedule, schedule_header
+from charm_megatron.sharding import make_sharding
+from charm_megatron.topology import Domains
+from charm_megatron.verify.programs import check_schedule
+from charm_megatron.workload import Workload
+
+SCHEDULE_FILE_SUFFIX = ".json"
+
+
+@dataclass(frozen=True, eq=False)
+class RankProgram:
+    """One phase as one rank runs it: its actions, and where every piece lies meanwhile."""
+
+    pass_: Pass
+    program: Program
+    storage: Storage
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Both passes of one attention call, for all ranks of a group.
+
+    `forward` and `backward` are the phases of each, in the order in which they run; `reason` says why this schedule.
+    """
+
+    forward: tuple[Schedule, ...]
+    backward: tuple[Schedule, ...]
+    wire: WireFormat
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        return self.forward[0].name
+
+    @property
+    def problem(self) -> Problem:
+        return self.wire.problem
+
+    @property
+    def workload(self) -> Workload:
+        return self.wire.workload
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The phases of both passes."""
+        return *self.forward, *self.backward
+
+    def phases(self, direction: Direction) -> tuple[Schedule, ...]:
+        """The phases of one direction."""
+        return {Direction.FORWARD: self.forward, Direction.BACKWARD: self.backward}[direction]
+
+    @property
+    def has_block_results(self) -> bool:
+        """Whether every block brings a result of its own, as all do but those of ring self-attention's first round."""
+        return all(schedule.pass_.results for schedule in self.schedules)
+
+    def rank_programs(self, direction: Direction, rank: int) -> tuple[RankProgram, ...]:
+        """What one rank runs in one direction."""
+        return tuple(rank_program(schedule, rank) for schedule in self.phases(direction))
+
+    def traffic(self, direction: Direction) -> Traffic:
+        """What each rank sends in one direction."""
+        return traffic(*self.phases(direction), wire=self.wire)
+
+    def report(self, direction: Direction) -> Report:
+        """What each rank computes and sends in one direction."""
+        return report(self.phases(direction), self.wire)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they will send each other what the other expects."""
+        head = (*(schedule.digest for schedule in self.schedules), self.wire)
+        return hashlib.sha256(repr(head).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """One line, for messages."""
+        return f"{schedule_header(self.forward[0])}, {self.workload}"
+
+    @property
+    def text(self) -> str:
+        """All phases in the text form of schedules."""
+        return "\n".join(format_schedule(schedule) for schedule in self.schedules)
+
+
+def rank_program(schedule: Schedule, rank: int) -> RankProgram:
+    """What one rank runs of one phase."""
+    program = schedule.program(rank)
+    return RankProgram(schedule.pass_, program, plan_storage(program, schedule.pass_, schedule.problem, rank))
+
+
+def compile_attention(config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Plan:
+    """What `config` asks for, for these ranks and sizes.
+
+    `config.schedule` is a planner's name, or the path of a file that `charm-megatron plan --json` or a person wrote.
+    Raises `PlanError` or `WorkloadError` for what cannot be, saying what would work, `ScheduleSyntaxError` for a file
+    that cannot be read, and `ScheduleFault` for one whose schedule is wrong.
+    """
+    if is_schedule_file(config.schedule):
+        forward, backward = _written(Path(config.schedule), domains, workload, layout)
+        reason = "as written"
+    else:
+        name, reason = _name_for(config.schedule, domains)
+        forward, backward = _planned(name, config, domains, workload, layout)
+    wire = make_wire_format(
+        workload,
+        forward[0].problem,
+        out_return_dtype=config.out_return_dtype,
+        grad_return_dtype=config.grad_return_dtype,
+    )
+    return Plan(forward, backward, wire, reason)
+
+
+def is_schedule_file(schedule: str) -> bool:
+    """Whether a schedule is named by the path of a file rather than by a planner's name."""
+    return schedule.endswith(SCHEDULE_FILE_SUFFIX)
+
+
+Passes = tuple[tuple[Schedule, ...], tuple[Schedule, ...]]
+
+
+def _planned(name: str, config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Passes:
+    sharding = make_sharding(layout, domains.cp_size, workload.seq_len, workload.mask.documents)
+    heads, kv_heads = workload.num_heads, workload.num_kv_heads
+    problem = cut_problem(name, sharding, domains, workload.mask, num_heads=heads, num_kv_heads=kv_heads)
+    method = plan(name, problem)
+    options = PostOptions(config.prefetch_depth, config.fuse)
+    forward, backward = (make_schedules(method, direction, options) for direction in DIRECTIONS)
+    return forward, backward
+
+
+def _written(path: Path, domains: Domains, workload: Workload, layout: str) -> Passes:
+    sharding = make_sharding(layout, domains.cp_size, workload.seq_len, workload.mask.documents)
+    problem = Problem(sharding, domains, workload.mask)
+    loaded = load_schedule(path)
+    theirs = loaded.problem
+    wanted = (problem.sharding.tokens_by_rank, problem.domains, problem.mask)
+    if (theirs.sharding.tokens_by_rank, theirs.domains, theirs.mask) != wanted:
+        raise PlanError(
+            f"schedule {path} is for {_problem_text(theirs)}, but this group has {_problem_text(problem)}"
+        )
+    for direction in DIRECTIONS:
+        if not loaded.phases(direction):
+            raise PlanError(f"schedule {path} has no {direction} pass; write both with plan --json")
+    for schedule in loaded.schedules:
+        check_schedule(schedule)
+    forward, backward = (loaded.phases(direction) for direction in DIRECTIONS)
+    return forward, backward
+
+
+def _problem_text(problem: Problem) -> str:
+    sharding = problem.sharding
+    return (
+        f"{problem.cp_size} ranks in domains [{problem.domains}], {sharding.seq_len} tokens in {sharding.layout} "
+        f"layout, mask {problem.mask}"
+    )
+
+
+def _name_for(name: str, domains: Domains) -> tuple[str, str]:
+    """The planner to use and why: charm cannot use domains of different sizes, as found on real hosts."""
+    if name == "charm" and not domains.are_even:
+        return "rm_plus", "in place of charm, because the domains have different sizes"
+    return name, "as set"
