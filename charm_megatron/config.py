@@ -48,8 +48,8 @@ class CharmConfig(Section):
         "has several; this many of equal size (so that one machine can stand for several); or as a YAML file lists "
         "hosts.",
     )
-    kernel: Literal["auto", "reference", "torch"] = Field(
-        "auto", description="Implementation of attention over one block."
+    kernel: str = Field(
+        "auto", description="Implementation of attention over one block: auto, or the name of a kernel."
     )
     out_return_dtype: Literal["model", "float32"] = Field(
         "model", description="Width of a partial output on its way home."

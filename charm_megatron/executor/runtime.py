@@ -19,7 +19,7 @@ from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.transport import GroupTransport
-from charm_megatron.kernels import Selection, select_kernel
+from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Mask, Workload
@@ -190,13 +190,9 @@ class AttentionRuntime:
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Agreed:
         plan = compile_attention(self.config, known.domains, workload, layout)
-        selection = select_kernel(
-            self.config.kernel,
-            device.type,
-            getattr(torch, workload.dtype),
-            workload.head_dim,
-            workload.head_dim_v,
-        )
+        dtype = getattr(torch, workload.dtype)
+        sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v)
+        selection = select_kernel(self.config.kernel, sizes)
         require_agreement(group, plan.digest, str(plan))
         pool = known.pools.setdefault(device, BufferPool(device))
         call = attention_call(plan, dist.get_rank(group), selection.kernel, known.transport, pool)

@@ -12,9 +12,11 @@ from charm_megatron.cli.plan import plan_command
 from charm_megatron.cli.planning import write_atomically
 from charm_megatron.cli.tables import num_bytes_words
 from charm_megatron.errors import InvalidInput
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import shipped_planners
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 SMALL = [
     "--nodes",
