@@ -26,7 +26,7 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import Grid, by_homes, equal_domains, planner
+from charm_megatron.planner.common import Grid, as_planner, by_homes, equal_domains
 from charm_megatron.planner.matchings import Matching, exchanges
 from charm_megatron.schedule.payload import Side
 from charm_megatron.schedule.piece import IntArray
@@ -36,13 +36,13 @@ Steps = list[tuple[Matching, Matching | None]]
 """The exchanges of one pass: KV partners and Q partners by index inside the domain."""
 
 
-@planner("CHARM+ paper, 3.2", "half of each level's partners swap Q, half KV")
+@as_planner("CHARM+ paper, 3.2", "half of each level's partners swap Q, half KV")
 def rm_plus(problem: Problem) -> Method:
     """RM+ over all ranks, wherever they are: CHARM+ of a single domain."""
     return _together(problem, (tuple(range(problem.cp_size)),))
 
 
-@planner(
+@as_planner(
     "CHARM+ paper, 3.3 and Figure 5", "rm_plus inside each domain, its Q half again for each other domain's Q"
 )
 def charm(problem: Problem) -> Method:
@@ -54,13 +54,13 @@ def charm(problem: Problem) -> Method:
     return _per_domain(problem, keep_kv=True)
 
 
-@planner("CHARM+ paper, Figure 5", "charm with KV exchanged again for each other domain's Q, not kept")
+@as_planner("CHARM+ paper, Figure 5", "charm with KV exchanged again for each other domain's Q, not kept")
 def charm_per_domain(problem: Problem) -> Method:
     """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm`."""
     return _per_domain(problem, keep_kv=False)
 
 
-@planner("CHARM+ paper, Figure 3", "rm_plus inside each domain, with the other domains' Q along")
+@as_planner("CHARM+ paper, Figure 3", "rm_plus inside each domain, with the other domains' Q along")
 def charm_together(problem: Problem) -> Method:
     """CHARM+ with all visiting Qs at once. Grids and refusals are those of `charm`."""
     return _together(problem, _grid(problem))

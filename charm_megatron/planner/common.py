@@ -32,7 +32,7 @@ def uncut(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
 
 @dataclass(frozen=True)
 class Planner:
-    """One schedule of the field: what `planner` makes of a function.
+    """One schedule of the field: what `as_planner` makes of a function.
 
     `make` turns a problem into a method; `shape` says how a problem must be cut for it, given the domains and the
     numbers of query and KV heads. Their `PlanError`s read on from the schedule's name: "needs ..", "deals ..".
@@ -55,7 +55,7 @@ class Planner:
             return self.shape(domains, num_heads, num_kv_heads)
 
 
-def planner(
+def as_planner(
     reference: str, summary: str, *, shape: Callable[[Domains, int, int], Shape] = uncut
 ) -> Callable[[Callable[[Problem], Method]], Planner]:
     """Makes a planner of a function from a problem to a method; the function's name is the schedule's.

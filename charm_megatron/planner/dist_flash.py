@@ -15,11 +15,11 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import planner
+from charm_megatron.planner.common import as_planner
 from charm_megatron.schedule.problem import Problem
 
 
-@planner("arXiv:2310.03294", "ranks that a causal mask leaves idle compute for later ones")
+@as_planner("arXiv:2310.03294", "ranks that a causal mask leaves idle compute for later ones")
 def dist_flash(problem: Problem) -> Method:
     """Raises `PlanError` for a layout or mask by which early ranks are not idle."""
     layout, mask = problem.sharding.layout, problem.mask

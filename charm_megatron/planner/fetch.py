@@ -8,12 +8,12 @@
 """
 
 from charm_megatron.lowering.decisions import Decisions, Method, Routes, one_phase, shard_routes
-from charm_megatron.planner.common import owner_is_q_home, planner
+from charm_megatron.planner.common import as_planner, owner_is_q_home
 from charm_megatron.planner.matchings import round_robin_matchings, xor_matchings
 from charm_megatron.schedule.problem import Problem
 
 
-@planner("arXiv:2407.21783", "all KV at once, then one attention")
+@as_planner("arXiv:2407.21783", "all KV at once, then one attention")
 def all_gather(problem: Problem) -> Method:
     """Every shard goes to all other ranks in step 0."""
     n = problem.cp_size
@@ -21,7 +21,7 @@ def all_gather(problem: Problem) -> Method:
     return _fetch(problem, shard_routes(problem, "kv", pairs, [0]))
 
 
-@planner("CHARM+ paper, 3.1", "KV straight from one partner per step, in log2(n) levels")
+@as_planner("CHARM+ paper, 3.1", "KV straight from one partner per step, in log2(n) levels")
 def merge(problem: Problem) -> Method:
     """Step t swaps KV along matching t."""
     n = problem.cp_size

@@ -22,12 +22,12 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import Grid, divisors, planner, turned
+from charm_megatron.planner.common import Grid, as_planner, divisors, turned
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
 
 
-@planner("arXiv:2503.15758", "Q gathered along rows, KV along columns")
+@as_planner("arXiv:2503.15758", "Q gathered along rows, KV along columns")
 def attention_2d(problem: Problem) -> Method:
     """Every Q to the other ranks of its row, every KV to those of its column, in step 0."""
     rows = rows_of(problem.domains)
@@ -38,7 +38,7 @@ def attention_2d(problem: Problem) -> Method:
     return _method(problem, rows, routes)
 
 
-@planner("arXiv:2512.20968", "Q circulates along rows and KV along columns, one hop per step")
+@as_planner("arXiv:2512.20968", "Q circulates along rows and KV along columns, one hop per step")
 def mesh(problem: Problem) -> Method:
     """Every Q round its row, every KV round its column, in the order of `hop_order`."""
     rows = rows_of(problem.domains)

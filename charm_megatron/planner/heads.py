@@ -20,7 +20,7 @@ from charm_megatron.lowering.decisions import (
     one_phase,
     shard_routes,
 )
-from charm_megatron.planner.common import Shape, divisors, equal_domains, listing, planner
+from charm_megatron.planner.common import Shape, as_planner, divisors, equal_domains, listing
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
@@ -61,13 +61,13 @@ def _shape(ways: int, num_heads: int, num_kv_heads: int) -> Shape:
     return Shape(lcm(ways, kv_head_groups), kv_head_groups)
 
 
-@planner("arXiv:2309.14509", "an all-to-all over heads", shape=all_ranks_shape)
+@as_planner("arXiv:2309.14509", "an all-to-all over heads", shape=all_ranks_shape)
 def ulysses(problem: Problem) -> Method:
     """Every rank computes its heads of the whole sequence. Raises `PlanError` where heads are not cut for it."""
     return _deal(problem, [range(problem.cp_size)])
 
 
-@planner(
+@as_planner(
     "arXiv:2405.07719",
     "an all-to-all over heads inside each domain, a KV ring across",
     shape=domain_shape,
@@ -77,7 +77,7 @@ def hierarchical(problem: Problem) -> Method:
     return _deal(problem, equal_domains(problem.domains, "ring"))
 
 
-@planner(
+@as_planner(
     "arXiv:2405.07719",
     "an all-to-all over heads across domains, a KV ring inside each",
     shape=same_index_shape,

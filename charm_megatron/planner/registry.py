@@ -1,6 +1,6 @@
 """The planners by name, and how a problem is cut for each.
 
-A planner is a function with the decorator `planner`, whose name is the schedule's name: those of the modules beside
+A planner is a function with the decorator `as_planner`, whose name is the schedule's name: those of the modules beside
 this one, those that installed packages offer as entry points of the group `charm_megatron.planners`, and those that a
 program registers.
 """
@@ -48,7 +48,7 @@ def _installed_planners() -> Mapping[str, Planner]:
         except (ImportError, AttributeError) as error:
             raise PlanError(f"{offered} cannot be imported: {error}") from error
         if not isinstance(made, Planner):
-            raise PlanError(f"{offered} is no planner; decorate the function with charm_megatron.planner")
+            raise PlanError(f"{offered} is no planner; decorate the function with charm_megatron.as_planner")
         found[made.name] = made
     return MappingProxyType(found)
 
@@ -68,7 +68,7 @@ def register_planner(planner: Planner) -> Planner:
     """
     if not isinstance(planner, Planner):
         raise PlanError(
-            f"{planner!r} is no planner; decorate the function with charm_megatron.planner, which says where the "
+            f"{planner!r} is no planner; decorate the function with charm_megatron.as_planner, which says where the "
             f"idea is from and what it is"
         )
     known = planners().get(planner.name)

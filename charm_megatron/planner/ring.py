@@ -23,11 +23,11 @@ from charm_megatron.lowering.decisions import (
 )
 from charm_megatron.planner.common import (
     Grid,
+    as_planner,
     by_homes,
     equal_domains,
     owner_is_kv_home,
     owner_is_q_home,
-    planner,
     turned,
 )
 from charm_megatron.schedule.passes import (
@@ -43,25 +43,25 @@ from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
 
 
-@planner("arXiv:2310.01889", "KV circulates, one hop per step")
+@as_planner("arXiv:2310.01889", "KV circulates, one hop per step")
 def ring(problem: Problem) -> Method:
     """KV of rank r visits rank r + 1, r + 2, .. in n - 1 hops."""
     return one_phase(_kv_round(problem))
 
 
-@planner("arXiv:2411.01783", "Q circulates, partial outputs follow it home")
+@as_planner("arXiv:2411.01783", "Q circulates, partial outputs follow it home")
 def pass_q(problem: Problem) -> Method:
     """Q of rank r visits rank r + 1, r + 2, .. in n - 1 hops, and its partial output follows."""
     return one_phase(_q_round(problem))
 
 
-@planner("arXiv:2403.09347", "KV circulates forward, Q backward")
+@as_planner("arXiv:2403.09347", "KV circulates forward, Q backward")
 def burst_backward(problem: Problem) -> Method:
     """`ring` forward, `pass_q` backward."""
     return method([Phase(FORWARD, _kv_round(problem))], [Phase(BACKWARD, _q_round(problem))])
 
 
-@planner("arXiv:2105.13120", "K circulates for the logits of whole rows, then V for the outputs")
+@as_planner("arXiv:2105.13120", "K circulates for the logits of whole rows, then V for the outputs")
 def ring_self_attention(problem: Problem) -> Method:
     """Two rounds of `ring` either way: K then V forward, V then K backward."""
     decisions = _kv_round(problem)
@@ -84,7 +84,7 @@ def _round(problem: Problem, side: Side) -> Routes:
     return shard_routes(problem, side, [turned(ranks, rank) for rank in ranks], range(problem.cp_size - 1))
 
 
-@planner("arXiv:2406.18485", "a KV ring inside each domain, a ring of them across")
+@as_planner("arXiv:2406.18485", "a KV ring inside each domain, a ring of them across")
 def double_ring(problem: Problem) -> Method:
     """KV crosses to the next domain once for each m - 1 hops inside one; every rank computes its own queries.
 

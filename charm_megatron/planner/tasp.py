@@ -7,7 +7,7 @@ each chunk into n - 1 parts, so that all rings get equally much.
 
 from charm_megatron.errors import PlanError
 from charm_megatron.lowering.decisions import Decisions, Method, chunk_routes, one_phase
-from charm_megatron.planner.common import Shape, owner_is_q_home, planner, turned
+from charm_megatron.planner.common import Shape, as_planner, owner_is_q_home, turned
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
@@ -25,7 +25,7 @@ def _rings(cp_size: int) -> tuple[tuple[int, ...], ...]:
         raise PlanError(f"has no plan: {error}, and ring takes any number") from None
 
 
-@planner("arXiv:2509.26541", "KV in n - 1 parts along n - 1 edge-disjoint rings", shape=tasp_shape)
+@as_planner("arXiv:2509.26541", "KV in n - 1 parts along n - 1 edge-disjoint rings", shape=tasp_shape)
 def tasp(problem: Problem) -> Method:
     """Every rank computes its own queries. Raises `PlanError` for 4 and 6 ranks, which have no such rings."""
     n = problem.cp_size
