@@ -1,6 +1,6 @@
 """Attention over one block, forward and backward, with the statistics that merging blocks needs.
 
-One signature (`BlockKernel`), one file a backend, one selector that gives its reason.
+One signature (`BlockKernel`), one file per backend, one selector that gives its reason.
 """
 
 from charm_megatron.kernels.base import BlockKernel, BlockSizes, accumulate_dtype

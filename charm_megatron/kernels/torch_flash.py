@@ -151,7 +151,7 @@ class TorchCudaKernel:
         lse: Tensor
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
-            None,  # cum_seq_q, cum_seq_k: absent, as all sequences of the batch are equally long
+            None,  # cum_seq_q, cum_seq_k: absent: all sequences of the batch are equally long
             None,
             q.shape[0],
             k.shape[0],

@@ -1,7 +1,7 @@
 """TASP: KV in n - 1 pieces along n - 1 edge-disjoint Hamiltonian rings (arXiv:2509.26541).
 
 A ring uses n of the n (n - 1) directed links between n ranks. Here every step uses all of them, each for 1 / (n - 1)
-of a shard: the chunks of each shard are dealt out to the rings, and go round in n - 1 hops. `Shape.chunk_parts` cuts
+of a shard: the chunks of each shard are dealt out to the rings, and circulate in n - 1 hops. `Shape.chunk_parts` cuts
 each chunk into n - 1 parts, so that all rings get equally much.
 """
 
