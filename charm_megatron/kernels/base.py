@@ -34,8 +34,8 @@ class BlockKernel(Protocol):
     `causal` masks what lies above the diagonal and needs `s_q == s_k`: backends align the diagonal of
     an oblong block differently, and an aligned schedule has none. `band` instead keeps the elements (a, b)
     with lo <= a - b <= hi of a block of any shape, in which every row and every column has some: callers
-    trim it (`Band.trimmed`). So no row is ever empty, and `lse` is always finite (FlashAttention 2 would
-    give +inf for an empty row, not the -inf of the mathematics).
+    trim it (`Band.trimmed`). A row may still have no finite logit, where keys or products overflow: then `out` is 0
+    and `lse` -inf, whatever the backend says of it. NaN in a row of any input shows in its results.
     """
 
     name: str

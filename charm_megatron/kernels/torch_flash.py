@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from charm_megatron.kernels.base import BlockSizes, check_block, check_rows, dtype_name, hidden_elements
+from charm_megatron.kernels.base import (
+    BlockSizes,
+    accumulate_dtype,
+    check_block,
+    check_rows,
+    dtype_name,
+    hidden_elements,
+)
+from charm_megatron.kernels.reference import attention_of_rows
 from charm_megatron.workload import Band
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,10 +43,11 @@ CUDA_ALIGNMENT_BYTES = 16
 class TorchCpuKernel:
     """`_scaled_dot_product_flash_attention_for_cpu`: float64 to float16, reads strided views in place.
 
-    The operator takes [b, h, s, d] by strides, so permuted views go in uncopied, save that its backward
-    makes `dout` contiguous. In bfloat16 and float16 it adds up dk and dv in that dtype, tile after tile
-    of queries: in bfloat16 their relative error is 0.4% at 1,024 rows and 0.6% at 4,096, where rounding
-    once would give 0.2%.
+    The operator takes [b, h, s, d] by strides, so permuted views go in uncopied, save that its backward makes `dout`
+    contiguous. It gives out 0 and lse 0 for a row whose logits are all -inf, and for a row of NaN in a short block;
+    rows with an lse of 0 are rare otherwise, so these are computed again as the formulas say. Its backward is ten times
+    slower in half types than in float32 where the processor has no arithmetic for them, no faster where it has, and
+    adds up dk and dv in the half type: so half types go in as float32, and gradients come in float32.
     """
 
     name = "torch"
@@ -53,7 +62,7 @@ class TorchCpuKernel:
         return _merit(sizes, max(sizes.head_dim, sizes.head_dim_v))
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return accumulate_dtype(dtype)
 
     def forward(
         self,
@@ -77,7 +86,14 @@ class TorchCpuKernel:
             scale=softmax_scale,
         )
         # [b, h, s, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
-        return out.permute(2, 0, 1, 3)[..., : v.shape[3]], lse.permute(2, 0, 1)
+        out, lse = out.permute(2, 0, 1, 3)[..., : v.shape[3]], lse.permute(2, 0, 1)
+        doubtful = (lse == 0).flatten(1).any(1)
+        if doubtful.any():
+            rows = doubtful.nonzero()[:, 0]
+            out[rows], lse[rows] = attention_of_rows(
+                q, k, v, rows, causal=causal, softmax_scale=softmax_scale, band=band
+            )
+        return out, lse
 
     def backward(
         self,
@@ -95,6 +111,7 @@ class TorchCpuKernel:
         check_block(q, k, v, causal, band)
         check_rows(q, v, dout, lse, delta)
         width = max(q.shape[3], v.shape[3])
+        dout, q, k, v = (x.to(self.grad_dtype(q.dtype)) for x in (dout, q, k, v))
         operands = (dout, q, k, v, stand_in_out(dout, delta))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_before_rows(widened(x, width)) for x in operands),
@@ -161,6 +178,8 @@ class TorchCudaKernel:
             scale=softmax_scale,
             **_window(q, k, band),
         )
+        # A row without a finite logit has lse +inf here.
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         # [b, s, h, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
         return out.transpose(0, 1)[..., : v.shape[3]], lse.permute(2, 0, 1)
 

@@ -219,6 +219,8 @@ class _Machine:
 
     def _attend(self, rank: int, action: Attend) -> None:
         chunks = [name.chunk for name in action.q]
+        if action.causal and action.band is not None:
+            self._fault(rank, "a rectangle is causal or a band, not both")
         if action.causal:
             same = chunks == [name.chunk for name in action.kv] == sorted(set(chunks))
             if not same:
