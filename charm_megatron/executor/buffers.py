@@ -5,7 +5,6 @@ values [s, b, h, w] of all its pieces, one after the other, then all their stati
 outermost, so consecutive pieces are one tensor, and k and v of a row lie side by side: kernels read them in place.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -65,23 +64,50 @@ def _spec(wire: WireFormat, payload: Payload, value_dtype: str) -> RowSpec:
 
 
 class BufferPool:
-    """Byte buffers that are used again; as large as the most that was ever in use at one time."""
+    """Byte buffers that are used again.
+
+    It holds at most `SLACK` times the most that was ever in use at one time, however many different sizes were seen:
+    buffers that lie idle beyond that are dropped, those that have lain longest first.
+    """
+
+    SLACK = 4
 
     def __init__(self, device: torch.device):
         self.device = device
         self.num_bytes = 0
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        """Bytes held, in use or idle."""
+        self._num_bytes_in_use = 0
+        self._most_in_use = 0
+        self._idle: dict[int, list[Tensor]] = {}  # by size; the size given back last comes last
 
     def take(self, num_bytes: int) -> Tensor:
         """An uninitialised uint8 tensor [num_bytes]."""
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
+        self._num_bytes_in_use += num_bytes
+        self._most_in_use = max(self._most_in_use, self._num_bytes_in_use)
+        idle = self._idle.get(num_bytes)
+        if idle:
+            return idle.pop()
         self.num_bytes += num_bytes
+        self._drop_idle()
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back. On a GPU its next user comes later on the same stream."""
-        self._free[buffer.numel()].append(buffer)
+        size = buffer.numel()
+        self._num_bytes_in_use -= size
+        of_size = self._idle.pop(size, [])
+        of_size.append(buffer)
+        self._idle[size] = of_size
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        limit = self.SLACK * self._most_in_use
+        for size in list(self._idle):
+            while self._idle[size] and self.num_bytes > limit:
+                self._idle[size].pop()
+                self.num_bytes -= size
+            if not self._idle[size]:
+                del self._idle[size]
 
 
 class PackedBuffer:

@@ -23,10 +23,18 @@ def group_place(group: object) -> tuple[dist.ProcessGroup, int, int]:
         raise TopologyError(
             f"group is a torch.distributed.ProcessGroup or None, but is {type(group).__name__}"
         )
-    try:
-        rank, size = dist.get_rank(found), dist.get_world_size(found)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise TopologyError("the group was destroyed; make another one with new_group") from error
+    if is_destroyed(found):
+        raise TopologyError("the group was destroyed; make another one with new_group")
+    rank = dist.get_rank(found)
     if rank < 0:
         raise TopologyError("this process is not in the group, whose ranks alone may call")
-    return found, rank, size
+    return found, rank, dist.get_world_size(found)
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed no longer knows the group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return True
+    return False

@@ -4,6 +4,7 @@ An `AttentionRuntime` holds all state of one process, keyed by group and by size
 ranks have agreed on, buffers. There is no state outside it.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
-from charm_megatron.executor.groups import group_place
+from charm_megatron.executor.groups import group_place, is_destroyed
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
@@ -25,6 +26,9 @@ from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Mask, Workload, as_mask, require_softmax_scale
+
+MOST_PLANS = 64
+"""Plans kept for a group: with more, the one used longest ago is made again. All ranks call alike, so drop alike."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class _Group:
     domains_reason: str
     transport: Stopwatch
     pools: dict[torch.device, BufferPool]
-    agreed: dict[tuple[Workload, str, torch.device], _Agreed]
+    agreed: OrderedDict[tuple[Workload, str, torch.device], _Agreed]
 
 
 class AttentionRuntime:
@@ -186,14 +190,25 @@ class AttentionRuntime:
         """Bytes that this rank has posted to its peers in all groups so far."""
         return sum(known.transport.num_bytes_sent for known in self._groups.values())
 
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of buffers that are kept for further calls, in all groups."""
+        return sum(pool.num_bytes for known in self._groups.values() for pool in known.pools.values())
+
     # ------------------------------------------------------------------ planning
 
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> _Group:
         if group not in self._groups:
+            self._forget_destroyed()
             domains, reason = find_domains(group, self.config.domains, device, self._machine)
             transport = Stopwatch(GroupTransport(group, self.config.deadline_s), is_running=self._is_timed)
-            self._groups[group] = _Group(domains, reason, transport, {}, {})
+            self._groups[group] = _Group(domains, reason, transport, {}, OrderedDict())
         return self._groups[group]
+
+    def _forget_destroyed(self) -> None:
+        """Programs that make groups as they go destroy them without a word to us."""
+        for group in [group for group in self._groups if is_destroyed(group)]:
+            del self._groups[group]
 
     def _agreed(
         self, group: dist.ProcessGroup, workload: Workload, layout: str, device: torch.device
@@ -202,6 +217,9 @@ class AttentionRuntime:
         key = (workload, layout, device)
         if key not in known.agreed:
             known.agreed[key] = self._agree(group, known, workload, layout, device)
+            if len(known.agreed) > MOST_PLANS:
+                known.agreed.popitem(last=False)
+        known.agreed.move_to_end(key)
         return known.agreed[key]
 
     def _agree(

@@ -167,3 +167,37 @@ def test_a_forgotten_group_leaves_nothing_behind():
         assert sent[0] > 0
         assert sent == [sent[0]] * 3
         assert left == 0
+
+
+def many_groups_case(rank, size):
+    runtime = cm.AttentionRuntime(cm.CharmConfig(domains=1, deadline_s=60))
+    q = torch.ones(8, 1, 2, 4)
+    seen = []
+    for _ in range(12):
+        group = dist.new_group()
+        runtime.attention(q, q, q, group=group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        seen.append(runtime.num_bytes_sent_to_all)
+    return seen
+
+
+def test_groups_that_are_destroyed_without_a_word_are_forgotten_when_the_next_one_comes():
+    """Each group sends the same, and no more than one is remembered at a time."""
+    for seen in run_ranks(many_groups_case, 2):
+        assert seen == [seen[0]] * len(seen)
+
+
+def many_lengths_case(rank, size):
+    runtime = cm.AttentionRuntime(cm.CharmConfig(domains=1, deadline_s=60))
+    held = []
+    for length in [512, *range(8, 512, 8)]:
+        q = torch.ones(length, 1, 2, 4)
+        runtime.attention(q, q, q, group=None)
+        held.append(runtime.num_bytes_held)
+    return held
+
+
+def test_memory_held_for_many_lengths_is_bounded_by_what_the_longest_needs():
+    for held in run_ranks(many_lengths_case, 2):
+        assert max(held) <= 4 * held[0]
