@@ -10,8 +10,9 @@ from rich.table import Table
 from charm_megatron.cli.job import ConfigFile, Cpu, Settings, check
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig, load_run_config
-from charm_megatron.cost.memory import AttentionMemory, attention_memory, paper_bytes
+from charm_megatron.cost.memory import AttentionMemory, attention_memory
 from charm_megatron.errors import InvalidInput
+from charm_megatron.paper.equations import memory_bytes
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3
 from charm_megatron.topology import Domains, even_domains
 from charm_megatron.workload import Workload
@@ -79,7 +80,7 @@ def predict(name: str, workload: Workload, domains: Domains, config: CharmConfig
 
 def _prediction(workload: Workload, domains: Domains, config: CharmConfig) -> Table:
     ring, charm = (predict(name, workload, domains, config) for name in NAMES)
-    equations = [paper_bytes(name, workload, domains.cp_size) for name in NAMES]
+    equations = [memory_bytes(name, workload, domains.cp_size) for name in NAMES]
     table = Table("MiB", box=None, pad_edge=False)
     for column in (*NAMES, "charm - ring"):
         table.add_column(column, justify="right")
@@ -102,7 +103,7 @@ def _table_3() -> Table:
     domains = even_domains(NUM_DOMAINS * RANKS_PER_DOMAIN, NUM_DOMAINS)
     for row in TABLE_3:
         ring, charm = (predict(name, row.workload, domains, CharmConfig()).peak_bytes for name in NAMES)
-        by_equation = [paper_bytes(name, row.workload, domains.cp_size) for name in NAMES]
+        by_equation = [memory_bytes(name, row.workload, domains.cp_size) for name in NAMES]
         printed = (row.batch, row.seq_len, row.num_heads, row.ring_mb, row.charm_mb, f"{row.difference_mb:+}")
         table.add_row(*map(str, printed), _mib(by_equation[1] - by_equation[0]), _mib(charm - ring))
     return table

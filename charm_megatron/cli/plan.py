@@ -6,12 +6,7 @@ from typing import Annotated
 import typer
 
 from charm_megatron.errors import InvalidInput, nearest
-
-# The row of H100 in the CHARM+ paper's Table 2: TFLOPS as printed there, GB/s of a transfer between two GPUs, one way.
-# The paper gives no latency. Kernels reach less than the printed rate; measured rates may be given instead.
-H100_FLOPS_PER_S = 989e12
-H100_INSIDE_BYTES_PER_S = 365.1e9
-H100_ACROSS_BYTES_PER_S = 42.5e9
+from charm_megatron.paper.table_2 import H100
 
 
 def plan_command(
@@ -69,13 +64,13 @@ def plan_command(
     all_ranks: Annotated[
         bool, typer.Option("--all-ranks", help="Show every rank and step, however many.")
     ] = False,
-    flops_per_s: Annotated[float, typer.Option(help="Rate of a rank; default: H100.")] = H100_FLOPS_PER_S,
+    flops_per_s: Annotated[float, typer.Option(help="Rate of a rank; default: H100.")] = H100.flops_per_s,
     inside_bytes_per_s: Annotated[
         float, typer.Option(help="Rate of a rank's link inside a node; default: H100.")
-    ] = H100_INSIDE_BYTES_PER_S,
+    ] = H100.inside_bytes_per_s,
     across_bytes_per_s: Annotated[
         float, typer.Option(help="Rate of a rank's link across nodes; default: H100.")
-    ] = H100_ACROSS_BYTES_PER_S,
+    ] = H100.across_bytes_per_s,
     latency_s: Annotated[float, typer.Option(help="Latency of every transfer.")] = 0.0,
     own_links: Annotated[
         bool, typer.Option("--own-links", help="In pictures no transfer waits for another of its rank.")

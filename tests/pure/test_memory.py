@@ -4,7 +4,8 @@ import pytest
 
 from charm_megatron.cli.memory import predict
 from charm_megatron.config import CharmConfig
-from charm_megatron.cost.memory import own_bytes, paper_bytes
+from charm_megatron.cost.memory import own_bytes
+from charm_megatron.paper.equations import memory_bytes
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.topology import even_domains
@@ -41,7 +42,7 @@ def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth_with_all_v
     row: Measured,
 ) -> None:
     """Twenty and twenty-four buffers of float32: our programs keep 4.5 more where the paper counts 4."""
-    counted = paper_bytes("charm", row.workload, CP_SIZE) - paper_bytes("ring", row.workload, CP_SIZE)
+    counted = memory_bytes("charm", row.workload, CP_SIZE) - memory_bytes("ring", row.workload, CP_SIZE)
     assert counted == 4 * 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * 64
     difference_mb = predicted_mb("charm_together", row) - predicted_mb("ring", row)
     assert difference_mb * 2**20 == pytest.approx(counted, rel=0.2)
