@@ -79,9 +79,9 @@ def cluster_on(net: Network) -> Cluster:
 
 
 def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None:
-    """The job that this process is a rank of, one domain a node; None where it is none.
+    """The job that this process is a rank of, one domain per node; None where it is not.
 
-    Raises `TopologyError` where its nodes have different numbers of ranks, or the variables are no numbers.
+    Raises `TopologyError` where its nodes have different numbers of ranks, or the variables are not numbers.
     """
     variables = os.environ if environment is None else environment
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
@@ -89,7 +89,7 @@ def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | 
     numbers = [variables["WORLD_SIZE"], variables.get("LOCAL_WORLD_SIZE", "1")]
     if not all(number.isdigit() and int(number) for number in numbers):
         raise TopologyError(
-            f"WORLD_SIZE and LOCAL_WORLD_SIZE are numbers of ranks, but are {' and '.join(numbers)}"
+            f"WORLD_SIZE and LOCAL_WORLD_SIZE must be numbers of ranks, but are {' and '.join(numbers)}"
         )
     world_size, per_node = map(int, numbers)
     if world_size % per_node:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row. `across_gb_per_s` holds across what the paper calls the hardware boundary, `inside_gb_per_s` within it."""
+    """One row; `across` and `inside` what the paper calls the hardware boundary."""
 
     name: str
     has_nvlink: bool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from charm_megatron.cli.memory import predict
+from charm_megatron.cli.memory_tables import predict
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.memory import own_bytes
 from charm_megatron.paper.equations import memory_bytes

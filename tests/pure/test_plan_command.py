@@ -3,14 +3,11 @@
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from charm_megatron.cli.check import check_command
-from charm_megatron.cli.errors import ends_in_sentences
-from charm_megatron.cli.plan import plan_command
-from charm_megatron.cli.planning import write_atomically
-from charm_megatron.cli.tables import num_bytes_words
+from charm_megatron.cli.main import app
+from charm_megatron.cli.output_files import write_atomically
+from charm_megatron.cli.schedule_tables import num_bytes_words
 from charm_megatron.errors import InvalidInput
 from charm_megatron.planner import PLANNERS
 
@@ -34,9 +31,6 @@ CHARM = ["plan", "--schedule", "charm", *SMALL]
 @pytest.fixture
 def run():
     """Runs a command line; the terminal is 200 characters wide."""
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("plan")(ends_in_sentences(plan_command))
-    app.command("check")(ends_in_sentences(check_command))
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     return lambda *args, env=None: runner.invoke(app, [str(arg) for arg in args], env=env)
 

@@ -13,6 +13,7 @@ from charm_megatron.cost.report import Report
 from charm_megatron.cost.timeline import Timeline
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.show.grid import VERBS, Cell, grid_column, num_rows
+from charm_megatron.topology import Domains
 from charm_megatron.verify.programs import CheckReport
 
 LABEL_WIDTH = 14  # of a grid's first two columns, with what is between them
@@ -21,7 +22,7 @@ STYLES = {"attend": "blue", "send": "green", "crossing": "dark_orange3"}
 
 
 def num_bytes_words(num_bytes: float) -> str:
-    """As in "1.5 MiB"."""
+    """Such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024 or unit == "TiB":
             break
@@ -92,7 +93,7 @@ def _styled(cell: Cell, verb: str) -> Text:
             style = STYLES["crossing" if crosses else verb]
         text.append(line + "\n", style=style)
     if len(lines) > CELL_LINES:
-        text.append(f"and {len(lines) - CELL_LINES} lines more", style="dim")
+        text.append(f"and {len(lines) - CELL_LINES} more lines", style="dim")
     text.rstrip()
     return text
 
@@ -101,7 +102,7 @@ def _styled(cell: Cell, verb: str) -> Text:
 
 
 def rank_table(
-    numbers: Report, buffers: Mapping[int, Buffers], ranks_per_node: int, shown: Sequence[int]
+    numbers: Report, buffers: Mapping[int, Buffers], domains: Domains, shown: Sequence[int]
 ) -> Table:
     """Blocks, work, traffic and buffers of each rank shown; totals and extremes of all."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), caption_justify="left")
@@ -116,7 +117,7 @@ def rank_table(
         held = buffers[rank]
         table.add_row(
             str(rank),
-            str(rank // ranks_per_node),
+            str(domains.domain_of[rank]),
             str(blocks[rank]),
             f"{share[rank]:.1%}",
             _counted(inside[rank], inside_messages[rank]),
@@ -139,12 +140,12 @@ def rank_table(
 
 
 def _counted(num_bytes: int, number: int) -> str:
-    """As in "1.5 MiB (3)"."""
+    """Such as "1.5 MiB (3)"."""
     return f"{num_bytes_words(num_bytes)} ({number})"
 
 
 def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list[str]:
-    """What holds for the whole schedule, a sentence a line."""
+    """What holds for the whole schedule, one sentence per line."""
     pool = max(buffers.values(), key=lambda one: one.pool_bytes)
     measured = "" if len(buffers) == cp_size else f" (of {len(buffers)} ranks looked at)"
     exposed = int(numbers.exposed_bytes.max())
@@ -155,7 +156,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
         f"longest chain of transfers that need each other: {numbers.longest_chain}",
         f"after the last block: {after if numbers.exposed_steps else 'nothing is sent'}",
         f"busiest rank computes {numbers.imbalance:.2f} times the mean",
-        f"buffer pool: up to {pool.num_slots} slots, {num_bytes_words(pool.pool_bytes)} a rank{measured}",
+        f"buffer pool: up to {pool.num_slots} slots, {num_bytes_words(pool.pool_bytes)} per rank{measured}",
     ]
 
 
@@ -163,7 +164,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSchedule:
     """One schedule of a comparison, timed with links that a rank's transfers share, and with one for each."""
 
     name: str
@@ -173,7 +174,7 @@ class Compared:
     own: Timeline
 
 
-def compare_table(rows: Sequence[Compared]) -> Table:
+def compare_table(rows: Sequence[ComparedSchedule]) -> Table:
     """Schedules side by side; the first is what the last line measures against."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("")
@@ -219,7 +220,7 @@ def _ms(time_s: float) -> str:
 
 
 def check_table(schedules: Sequence[Schedule], reports: Sequence[CheckReport]) -> Table:
-    """What was checked, a line a pass."""
+    """What was checked, one line per pass."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("pass", "steps", "blocks", "messages", "pieces sent", "most foreign pieces on a rank"):
         table.add_column(heading, justify="left" if heading in ("pass", "pieces sent") else "right")

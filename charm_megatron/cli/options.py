@@ -1,0 +1,123 @@
+"""The options that several commands share, by the panel of `--help` in which they stand, and how values are checked."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from charm_megatron.errors import InvalidInput, nearest
+from charm_megatron.schedule.passes import DIRECTIONS
+
+GROUP, ATTENTION, SCHEDULE = "Group", "Attention", "Schedule"
+MODEL, MEASUREMENT, OUTPUT = "Model", "Measurement", "Output"
+
+BOTH_PASSES = ",".join(DIRECTIONS)
+RETURN_DTYPES = ("model", "float32")
+
+
+def option(help: str, panel: str, *names: str, **rest: Any) -> Any:  # noqa: A002  # typer's own word
+    """An option of one panel."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
+
+
+# ---------------------------------------------------------------------- checks of values
+
+
+def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses smaller numbers."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and value < least:
+            raise InvalidInput(f"{param.opts[0]} must be at least {least}, but is {value}")
+        return value
+
+    return check
+
+
+def one_of(known: Sequence[str]) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses other words, and names the nearest."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and value not in known:
+            raise InvalidInput(f"{param.opts[0]} {value!r} is unknown{nearest(value, known)}")
+        return value
+
+    return check
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+# ---------------------------------------------------------------------- group
+
+Nodes = Annotated[
+    int | None,
+    option("Nodes: domains of fast links. [default: 1, or as in the file]", GROUP, callback=at_least(1)),
+]
+RanksPerNode = Annotated[
+    int | None,
+    option(
+        "Context-parallel ranks on each node. [default: 8, or as in the file]", GROUP, callback=at_least(1)
+    ),
+]
+
+# ---------------------------------------------------------------------- attention
+
+MASK_HELP = "causal, none, window:LEFT,RIGHT or documents:LENGTH,..; several joined by +."
+
+Mask = Annotated[str | None, option(f"{MASK_HELP} [default: causal, or as in the file]", ATTENTION)]
+Layout = Annotated[
+    str | None,
+    option("zigzag, contiguous, striped or document_zigzag. [default: zigzag, or as in the file]", ATTENTION),
+]
+TokensPerRank = Annotated[
+    int | None,
+    option("Tokens of each rank. [default: 4096, or as in the file]", ATTENTION, callback=at_least(1)),
+]
+Heads = Annotated[int, option("Query heads.", ATTENTION, callback=at_least(1))]
+KvHeads = Annotated[
+    int | None, option("KV heads. [default: as many as query heads]", ATTENTION, callback=at_least(1))
+]
+HeadDim = Annotated[int, option("Width of a head.", ATTENTION, callback=at_least(1))]
+Batch = Annotated[int, option("Sequences side by side.", ATTENTION, callback=at_least(1))]
+Dtype = Annotated[str, option("Dtype of q, k, v and out.", ATTENTION)]
+
+# ---------------------------------------------------------------------- schedule
+
+SCHEDULES_HELP = "Schedules, separated by commas: planners' names, or .json files"
+
+PrefetchDepth = Annotated[
+    int | None,
+    option(
+        "Steps that a transfer may start ahead of the computation which hides it. [default: 1]",
+        SCHEDULE,
+        callback=at_least(1),
+    ),
+]
+FUSE_HELP = "Post all transfers of a step as one group, or each lane by itself."
+FUSE_FLAGS = "--fuse/--no-fuse"
+OutReturnDtype = Annotated[
+    str, option("Partial outputs travel home in: model or float32.", SCHEDULE, callback=one_of(RETURN_DTYPES))
+]
+GradReturnDtype = Annotated[
+    str,
+    option("Partial gradients travel home in: model or float32.", SCHEDULE, callback=one_of(RETURN_DTYPES)),
+]
+
+# ---------------------------------------------------------------------- output
+
+JsonRows = Annotated[Path | None, option("Write rows as JSON.", OUTPUT, "--json", metavar="FILE")]
+
+# ---------------------------------------------------------------------- run configurations
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file: sections launch, charm, data and megatron.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file; repeatable."),
+]
+Cpu = Annotated[
+    bool, typer.Option("--cpu", help="For machines without CUDA: gloo, local layers, no fused kernels.")
+]
