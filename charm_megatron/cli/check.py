@@ -44,6 +44,8 @@ def check_command(
         loaded = load_schedule(Path(schedule))
         _require_as_asked(schedule, loaded, request)
         name, schedules = loaded.name, loaded.schedules
+    elif Path(schedule).suffix and Path(schedule).is_file():
+        raise InvalidInput(f"{schedule} is not a schedule file: their names end in .json")
     else:
         plan = request.complete([schedule]).plan(schedule)
         name, schedules = plan.name, plan.schedules

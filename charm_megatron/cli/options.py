@@ -55,31 +55,32 @@ def listed(text: str) -> tuple[str, ...]:
 
 Nodes = Annotated[
     int | None,
-    option("Nodes: domains of fast links. [default: 1, or as in the file]", GROUP, callback=at_least(1)),
+    option("Nodes: domains of fast links.", GROUP, callback=at_least(1), show_default="1, or as in the file"),
 ]
 RanksPerNode = Annotated[
     int | None,
     option(
-        "Context-parallel ranks on each node. [default: 8, or as in the file]", GROUP, callback=at_least(1)
+        "Context-parallel ranks on each node.",
+        GROUP,
+        callback=at_least(1),
+        show_default="8, or as in the file",
     ),
 ]
 
 # ---------------------------------------------------------------------- attention
 
 MASK_HELP = "causal, none, window:LEFT,RIGHT or documents:LENGTH,..; several joined by +."
+LAYOUT_HELP = "zigzag, contiguous, striped or document_zigzag."
 
-Mask = Annotated[str | None, option(f"{MASK_HELP} [default: causal, or as in the file]", ATTENTION)]
-Layout = Annotated[
-    str | None,
-    option("zigzag, contiguous, striped or document_zigzag. [default: zigzag, or as in the file]", ATTENTION),
-]
+Mask = Annotated[str | None, option(MASK_HELP, ATTENTION, show_default="causal, or as in the file")]
+Layout = Annotated[str | None, option(LAYOUT_HELP, ATTENTION, show_default="zigzag, or as in the file")]
 TokensPerRank = Annotated[
     int | None,
-    option("Tokens of each rank. [default: 4096, or as in the file]", ATTENTION, callback=at_least(1)),
+    option("Tokens of each rank.", ATTENTION, callback=at_least(1), show_default="4096, or as in the file"),
 ]
 Heads = Annotated[int, option("Query heads.", ATTENTION, callback=at_least(1))]
 KvHeads = Annotated[
-    int | None, option("KV heads. [default: as many as query heads]", ATTENTION, callback=at_least(1))
+    int | None, option("KV heads.", ATTENTION, callback=at_least(1), show_default="as many as query heads")
 ]
 HeadDim = Annotated[int, option("Width of a head.", ATTENTION, callback=at_least(1))]
 Batch = Annotated[int, option("Sequences side by side.", ATTENTION, callback=at_least(1))]
@@ -88,17 +89,18 @@ Dtype = Annotated[str, option("Dtype of q, k, v and out.", ATTENTION)]
 # ---------------------------------------------------------------------- schedule
 
 SCHEDULES_HELP = "Schedules, separated by commas: planners' names, or .json files"
+FUSE_HELP = "Post all transfers of a step as one group, or each lane by itself."
+FUSE_FLAGS = "--fuse/--no-fuse"
 
 PrefetchDepth = Annotated[
     int | None,
     option(
-        "Steps that a transfer may start ahead of the computation which hides it. [default: 1]",
+        "Steps that a transfer may start ahead of the computation which hides it.",
         SCHEDULE,
         callback=at_least(1),
+        show_default="1",
     ),
 ]
-FUSE_HELP = "Post all transfers of a step as one group, or each lane by itself."
-FUSE_FLAGS = "--fuse/--no-fuse"
 OutReturnDtype = Annotated[
     str, option("Partial outputs travel home in: model or float32.", SCHEDULE, callback=one_of(RETURN_DTYPES))
 ]

@@ -19,7 +19,7 @@ def plan_command(
     ] = None,
     prefetch_depth: options.PrefetchDepth = None,
     fuse: Annotated[
-        bool | None, option(f"{options.FUSE_HELP} [default: --fuse]", SCHEDULE, options.FUSE_FLAGS)
+        bool | None, option(options.FUSE_HELP, SCHEDULE, options.FUSE_FLAGS, show_default="fuse")
     ] = None,
     out_return_dtype: options.OutReturnDtype = "model",
     grad_return_dtype: options.GradReturnDtype = "float32",
@@ -33,12 +33,22 @@ def plan_command(
     head_dim: options.HeadDim = 128,
     batch: options.Batch = 1,
     dtype: options.Dtype = "bfloat16",
-    flops_per_s: Annotated[float, option("Rate of a rank; by default H100's.", MODEL)] = H100.flops_per_s,
+    flops_per_s: Annotated[
+        float, option("FLOP/s of a rank.", MODEL, show_default=f"H100, {H100.flops_per_s:g}")
+    ] = H100.flops_per_s,
     inside_bytes_per_s: Annotated[
-        float, option("Rate of a rank's link inside a node; by default H100's.", MODEL)
+        float,
+        option(
+            "Bytes/s of a rank's link inside a node.",
+            MODEL,
+            show_default=f"H100, {H100.inside_bytes_per_s:g}",
+        ),
     ] = H100.inside_bytes_per_s,
     across_bytes_per_s: Annotated[
-        float, option("Rate of a rank's link across nodes; by default H100's.", MODEL)
+        float,
+        option(
+            "Bytes/s of a rank's link across nodes.", MODEL, show_default=f"H100, {H100.across_bytes_per_s:g}"
+        ),
     ] = H100.across_bytes_per_s,
     latency_s: Annotated[float, option("Latency of every transfer.", MODEL)] = 0.0,
     own_links: Annotated[

@@ -121,8 +121,7 @@ def _print_schedule(
     cp_size = settings.cp_size
     shown = range(cp_size if all_ranks else min(cp_size, SHOWN_RANKS))
     console.rule(f"[bold]{planned.name} {direction}[/]")
-    if planned.plan.name != planned.name:
-        console.print(f"{planned.plan.name} {planned.plan.reason}", markup=False)
+    _print_substitute(console, planned)
     console.print(f"{settings}\n", markup=False)
     for phase in planned.plan.phases(direction):
         if len(planned.plan.phases(direction)) > 1:
@@ -136,6 +135,14 @@ def _print_schedule(
     for line in facts(numbers, buffers, cp_size):
         console.print(line, markup=False)
     console.print()
+
+
+def _print_substitute(console: Console, planned: NamedPlan) -> None:
+    """Says what is shown, where that is not the schedule of the name that was asked for."""
+    if planned.plan.name != planned.name:
+        console.print(
+            f"{planned.name}: {planned.plan.name} {planned.plan.reason}", markup=False, soft_wrap=True
+        )
 
 
 def _measured(cp_size: int) -> list[int]:
@@ -162,6 +169,8 @@ def _print_comparison(
         for one in plans
     ]
     console.rule(f"[bold]{direction}[/]")
+    for one in plans:
+        _print_substitute(console, one)
     console.print(f"{settings}\nmodel: {rates}\n", markup=False)
     console.print(compare_table(rows))
     console.print()

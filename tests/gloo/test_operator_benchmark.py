@@ -270,6 +270,23 @@ def test_the_command_writes_rows_for_people_and_for_programs(tmp_path):
     )
 
 
+def test_a_schedule_of_a_file_is_raced_beside_a_planners(tmp_path):
+    sizes = ("--tokens-per-rank", "32", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
+    group = ("--nodes", "1", "--ranks-per-node", "2", "--mask", "causal")
+    planned = CliRunner().invoke(app, ["plan", "--schedule", "rm_plus", *group, *sizes, "--json"])
+    mine, path = tmp_path / "mine.json", tmp_path / "rows.json"
+    mine.write_text(planned.stdout, "utf-8")
+    options = ("--schedules", f"ring,{mine}", *sizes, "--repetitions", "1")
+    result = run_command(*options, *group, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = {(row["schedule"], row["pass"]): row for row in json.loads(path.read_text("utf-8"))}
+    assert set(rows) == set(product(("ring", str(mine)), DIRECTIONS))
+    assert all(0 < row["error"] < 1e-5 for row in rows.values())
+    refused = run_command(*options, *group[:-1], "none")
+    assert refused.exit_code == 2
+    assert "mask causal, but this group has" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

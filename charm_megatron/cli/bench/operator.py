@@ -48,18 +48,17 @@ def operator_command(
         option("Shaped network, by name or YAML file; needs root. Loopback if not given.", GROUP),
     ] = None,
     nodes: Annotated[
-        int | None, option("On loopback: domains of the ranks. [default: 2]", GROUP, callback=at_least(1))
+        int | None,
+        option("On loopback: domains of the ranks.", GROUP, callback=at_least(1), show_default="2"),
     ] = None,
     ranks_per_node: Annotated[
-        int | None, option("On loopback: ranks of each domain. [default: 2]", GROUP, callback=at_least(1))
+        int | None,
+        option("On loopback: ranks of each domain.", GROUP, callback=at_least(1), show_default="2"),
     ] = None,
     mask: Annotated[str, option(options.MASK_HELP, ATTENTION)] = "none",
     layout: Annotated[
         str | None,
-        option(
-            "zigzag, contiguous, striped or document_zigzag. [default: zigzag for causal, else contiguous]",
-            ATTENTION,
-        ),
+        option(options.LAYOUT_HELP, ATTENTION, show_default="zigzag for causal, else contiguous"),
     ] = None,
     tokens_per_rank: Annotated[int, option("Tokens of each rank.", ATTENTION, callback=at_least(1))] = 256,
     heads: options.Heads = 8,
@@ -85,9 +84,9 @@ def operator_command(
     ccr: Annotated[
         str | None,
         option(
-            "Ratios of modelled computation to the first schedule's communication, separated by commas. "
-            f"[default: {MODELLED_RATIOS}]",
+            "Ratios of modelled computation to the first schedule's communication, separated by commas.",
             MEASUREMENT,
+            show_default=MODELLED_RATIOS,
         ),
     ] = None,
     repetitions: Annotated[
