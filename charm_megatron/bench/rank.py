@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from charm_megatron.bench.case import OperatorCase, RankTimes, TimingKey, shard_of
@@ -100,13 +102,20 @@ def measure_rank(
     peers, notes = _peers(case, group, shard, kernel)
     implementations |= peers
     seconds, wire_bytes = _time_all(tell, case, implementations)
-    is_checked = not case.is_modelled and Direction.BACKWARD in case.passes and case.can_be_checked
-    outputs = {
+    outputs = _outputs(implementations) if _are_outputs_checked(case) else {}
+    return RankTimes(seconds, wire_bytes, communication_s, computation_s, outputs, notes)
+
+
+def _are_outputs_checked(case: OperatorCase) -> bool:
+    return not case.is_modelled and Direction.BACKWARD in case.passes and case.can_be_checked
+
+
+def _outputs(implementations: Mapping[str, Implementation]) -> dict[str, tuple[NDArray[np.float64], ...]]:
+    """out, dq, dk and dv of each implementation."""
+    return {
         name: tuple(x.detach().cpu().double().numpy() for x in implementation.results())
         for name, implementation in implementations.items()
-        if is_checked
     }
-    return RankTimes(seconds, wire_bytes, communication_s, computation_s, outputs, notes)
 
 
 def _time_all(

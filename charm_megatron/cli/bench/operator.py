@@ -23,7 +23,8 @@ from charm_megatron.errors import ConfigError, InvalidInput, nearest
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 if TYPE_CHECKING:
-    from charm_megatron.cli.bench.races import Results
+    from charm_megatron.bench.suites import Race
+    from charm_megatron.cli.bench.races import Results, Runner
 
 REAL, MODELLED = "real", "modelled"
 MODELLED_RATIOS = "0.1,0.2,0.5,1,2"
@@ -103,7 +104,7 @@ def operator_command(
     """Time attention on the slowest rank: on a shaped network, on loopback, or as a job of torchrun."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns that its peers have no names
     from charm_megatron.bench.case import OperatorCase
-    from charm_megatron.bench.suites import SUITES, Race, races
+    from charm_megatron.bench.suites import Race
     from charm_megatron.cli.bench.races import Runner, wide_console
     from charm_megatron.cli.output_files import require_writable
     from charm_megatron.config import CharmConfig
@@ -116,13 +117,7 @@ def operator_command(
         raise InvalidInput(f"cannot draw {picture}: names of pictures end in {', '.join(PICTURE_FORMATS)}")
     runner = Runner(wide_console(), profile, nodes, ranks_per_node)
     if suite is not None:
-        if suite not in SUITES:
-            known = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
-            raise InvalidInput(f"no suite {suite!r}{nearest(suite, SUITES)}; there are {known}")
-        if runner.is_launched:
-            raise InvalidInput("a suite shapes networks of its own; start it without torchrun")
-        _require_alone(context)
-        made = races(suite)
+        made = _suite(suite, context, runner)
     else:
         seen = parse_mask(mask)
         case = OperatorCase(
@@ -158,12 +153,20 @@ def operator_command(
         runner.console.print(f"picture: {picture}")
 
 
-def _require_alone(context: typer.Context) -> None:
-    """A suite has all settings of its races."""
+def _suite(suite: str, context: typer.Context, runner: "Runner") -> "tuple[Race, ...]":
+    """The races of a suite, which has all their settings. Raises `InvalidInput` for others beside it."""
+    from charm_megatron.bench.suites import SUITES, races
+
+    if suite not in SUITES:
+        known = "; ".join(f"{name}: {what}" for name, what in SUITES.items())
+        raise InvalidInput(f"no suite {suite!r}{nearest(suite, SUITES)}; there are {known}")
+    if runner.is_launched:
+        raise InvalidInput("a suite shapes networks of its own; start it without torchrun")
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name not in WITH_SUITE and source is not None and source.name == "COMMANDLINE":
             raise InvalidInput(f"--suite has its own races; leave {parameter.opts[0]} out")
+    return races(suite)
 
 
 def _passes(text: str) -> tuple[Direction, ...]:
