@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from charm_megatron.compile import Plan
 from charm_megatron.cost.wire import WireFormat
@@ -119,15 +120,20 @@ class ContextParallelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        result = call.forward(q, k, v, softmax_scale)
+        # Under autocast float32 tensors would be multiplied in bfloat16 here.
+        with torch.autocast(q.device.type, enabled=False):
+            result = call.forward(q, k, v, softmax_scale)
         ctx.call, ctx.softmax_scale, ctx.probabilities = call, softmax_scale, result.probabilities
         ctx.save_for_backward(q, k, v, result.out, result.lse)
         ctx.mark_non_differentiable(result.lse)
         return result.out, result.lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         dout, _ = grads
         q, k, v, out, lse = ctx.saved_tensors
         result = ForwardResult(out, lse, ctx.probabilities)
-        return *ctx.call.backward(dout, q, k, v, result, ctx.softmax_scale), None, None
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = ctx.call.backward(dout, q, k, v, result, ctx.softmax_scale)
+        return *gradients, None, None

@@ -71,10 +71,10 @@ def merge_partial(out_sum: Tensor, lse_sum: Tensor, out: Tensor, lse: Tensor) ->
     """Merges a partial result into (out_sum [s, b, h, d_v], lse_sum [s, b, h]), in place.
 
     lse = logaddexp(lse_a, lse_b); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b, whose second weight
-    is sigmoid(lse_b - lse_a). A row without keys has lse -inf; two of them merge into one.
+    is sigmoid(lse_b - lse_a). A row without a finite logit has lse -inf; two of them merge into one. NaN stays NaN.
     """
-    weight = torch.sigmoid(lse - lse_sum).unsqueeze(-1)
-    out_sum.lerp_(out.to(out_sum.dtype), weight.nan_to_num_(0.0))
+    weight = torch.sigmoid(lse - lse_sum).masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
+    out_sum.lerp_(out.to(out_sum.dtype), weight)
     torch.logaddexp(lse_sum, lse, out=lse_sum)
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from charm_megatron.kernels.base import accumulate_dtype, check_block, check_rows, hidden_elements
+from charm_megatron.kernels.base import BlockSizes, accumulate_dtype, check_block, check_rows, hidden_elements
 from charm_megatron.workload import Band
 
 
@@ -17,6 +17,15 @@ class ReferenceKernel:
     """Attention over one block with the logits written out; gradients come in float32 or float64."""
 
     name = "reference"
+
+    def runs_on(self, device_type: str) -> bool:
+        return True
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        return None
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return f"no other kernel runs on {sizes.device_type}"
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)
@@ -32,12 +41,8 @@ class ReferenceKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         check_block(q, k, v, causal, band)
-        logits = masked_logits(q, k, causal, softmax_scale, band)
-        lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [b, h_k, g, s_q, 1]
-        probabilities = torch.exp(logits - lse)
-        out = torch.einsum("bkgqs,sbkd->qbkgd", probabilities, v.to(logits.dtype))
-        rows = lse.squeeze(-1).permute(3, 0, 1, 2)  # [b, h_k, g, s_q] -> [s_q, b, h_k, g]
-        return out.flatten(2, 3).to(q.dtype), rows.flatten(2, 3)
+        out, lse = _softmax_of(masked_logits(q, k, causal, softmax_scale, band), v)
+        return out.to(q.dtype), lse
 
     def backward(
         self,
@@ -56,7 +61,7 @@ class ReferenceKernel:
         check_rows(q, v, dout, lse, delta)
         num_kv_heads = k.shape[2]
         logits = masked_logits(q, k, causal, softmax_scale, band)
-        probabilities = torch.exp(logits - _per_logit_row(lse, num_kv_heads))
+        probabilities = torch.exp(logits - _finite(_per_logit_row(lse, num_kv_heads)))
         grouped_dout = _grouped(dout, num_kv_heads)
         dv = torch.einsum("bkgqs,qbkgd->sbkd", probabilities, grouped_dout)
         dprobabilities = torch.einsum("qbkgd,sbkd->bkgqs", grouped_dout, v.to(grouped_dout.dtype))
@@ -64,6 +69,39 @@ class ReferenceKernel:
         dq = torch.einsum("bkgqs,sbkd->qbkgd", dlogits, k.to(dlogits.dtype))
         dk = torch.einsum("bkgqs,qbkgd->sbkd", dlogits, _grouped(q, num_kv_heads))
         return dq.flatten(2, 3), dk, dv
+
+
+def attention_of_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    band: Band | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `ReferenceKernel.forward`, for some `rows` of the block only: int64 [r]. Shapes as there, r for s_q."""
+    logits = masked_logits(q[rows], k, False, softmax_scale)
+    if causal:
+        band = Band(0, q.shape[0] - 1)
+    if band is not None:
+        logits.masked_fill_(hidden_elements(q.shape[0], k.shape[0], band, q.device)[rows], -math.inf)
+    out, lse = _softmax_of(logits, v)
+    return out.to(q.dtype), lse
+
+
+def _softmax_of(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [b, h_k, g, s_q, s_k] -> out [s_q, b, h, d_v], lse [s_q, b, h]; a row without a finite logit: 0, -inf."""
+    lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [b, h_k, g, s_q, 1]
+    probabilities = torch.exp(logits - _finite(lse))
+    out = torch.einsum("bkgqs,sbkd->qbkgd", probabilities, v.to(logits.dtype))
+    return out.flatten(2, 3), lse.squeeze(-1).permute(3, 0, 1, 2).flatten(2, 3)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """With 0 in place of -inf: then a row of -inf has probabilities of 0, and not of NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:

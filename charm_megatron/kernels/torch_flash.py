@@ -12,11 +12,21 @@ said of strides and dtypes below is from ATen/native/cpu/FlashAttentionKernel.cp
 ATen/native/transformers/cuda/{attention_backward.cu, flash_attn/flash_api.cpp}.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from charm_megatron.kernels.base import check_block, check_rows, hidden_elements
+from charm_megatron.kernels.base import (
+    BlockSizes,
+    accumulate_dtype,
+    check_block,
+    check_rows,
+    dtype_name,
+    hidden_elements,
+)
+from charm_megatron.kernels.reference import attention_of_rows
 from charm_megatron.workload import Band
 
 CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -33,16 +43,26 @@ CUDA_ALIGNMENT_BYTES = 16
 class TorchCpuKernel:
     """`_scaled_dot_product_flash_attention_for_cpu`: float64 to float16, reads strided views in place.
 
-    The operator takes [b, h, s, d] by strides, so permuted views go in uncopied, save that its backward
-    makes `dout` contiguous. In bfloat16 and float16 it adds up dk and dv in that dtype, tile after tile
-    of queries: in bfloat16 their relative error is 0.4% at 1,024 rows and 0.6% at 4,096, where rounding
-    once would give 0.2%.
+    The operator takes [b, h, s, d] by strides, so permuted views go in uncopied, save that its backward makes `dout`
+    contiguous. It gives out 0 and lse 0 for a row whose logits are all -inf, and for a row of NaN in a short block;
+    rows with an lse of 0 are rare otherwise, so these are computed again as the formulas say. Its backward is ten times
+    slower in half types than in float32 where the processor has no arithmetic for them, no faster where it has, and
+    adds up dk and dv in the half type: so half types go in as float32, and gradients come in float32.
     """
 
     name = "torch"
 
+    def runs_on(self, device_type: str) -> bool:
+        return device_type == "cpu"
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        return _dtype_obstacle(sizes, CPU_DTYPES)
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return _merit(sizes, max(sizes.head_dim, sizes.head_dim_v))
+
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return accumulate_dtype(dtype)
 
     def forward(
         self,
@@ -66,7 +86,14 @@ class TorchCpuKernel:
             scale=softmax_scale,
         )
         # [b, h, s, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
-        return out.permute(2, 0, 1, 3)[..., : v.shape[3]], lse.permute(2, 0, 1)
+        out, lse = out.permute(2, 0, 1, 3)[..., : v.shape[3]], lse.permute(2, 0, 1)
+        doubtful = (lse == 0).flatten(1).any(1)
+        if doubtful.any():
+            rows = doubtful.nonzero()[:, 0]
+            out[rows], lse[rows] = attention_of_rows(
+                q, k, v, rows, causal=causal, softmax_scale=softmax_scale, band=band
+            )
+        return out, lse
 
     def backward(
         self,
@@ -84,6 +111,7 @@ class TorchCpuKernel:
         check_block(q, k, v, causal, band)
         check_rows(q, v, dout, lse, delta)
         width = max(q.shape[3], v.shape[3])
+        dout, q, k, v = (x.to(self.grad_dtype(q.dtype)) for x in (dout, q, k, v))
         operands = (dout, q, k, v, stand_in_out(dout, delta))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_before_rows(widened(x, width)) for x in operands),
@@ -109,6 +137,18 @@ class TorchCudaKernel:
 
     name = "torch"
 
+    def runs_on(self, device_type: str) -> bool:
+        return device_type == "cuda"
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        width = cuda_width(sizes.head_dim, sizes.head_dim_v)
+        if width > CUDA_MAX_HEAD_DIM:
+            return f"torch's flash attention on cuda takes heads up to {CUDA_MAX_HEAD_DIM} wide, not {width}"
+        return _dtype_obstacle(sizes, CUDA_DTYPES)
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return _merit(sizes, cuda_width(sizes.head_dim, sizes.head_dim_v))
+
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
@@ -128,7 +168,7 @@ class TorchCudaKernel:
         lse: Tensor
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
-            None,  # cum_seq_q, cum_seq_k: absent, as all sequences of the batch are equally long
+            None,  # cum_seq_q, cum_seq_k: absent: all sequences of the batch are equally long
             None,
             q.shape[0],
             k.shape[0],
@@ -138,6 +178,8 @@ class TorchCudaKernel:
             scale=softmax_scale,
             **_window(q, k, band),
         )
+        # A row without a finite logit has lse +inf here.
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         # [b, s, h, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
         return out.transpose(0, 1)[..., : v.shape[3]], lse.permute(2, 0, 1)
 
@@ -215,6 +257,22 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     # Two divisions: the product of the divisors could leave the range of the dtype, the quotients cannot.
     length = delta.unsqueeze(-1) / largest / square
     return (direction * length).to(dout.dtype)
+
+
+def _dtype_obstacle(sizes: BlockSizes, dtypes: Sequence[torch.dtype]) -> str | None:
+    if sizes.dtype in dtypes:
+        return None
+    known = ", ".join(map(dtype_name, dtypes))
+    return f"torch's flash attention on {sizes.device_type} takes {known}, not {dtype_name(sizes.dtype)}"
+
+
+def _merit(sizes: BlockSizes, width: int) -> str:
+    padded = [
+        f"{what} padded from {dim} to {width}"
+        for what, dim in (("q and k", sizes.head_dim), ("v", sizes.head_dim_v))
+        if dim != width
+    ]
+    return ", ".join([f"its flash attention on {sizes.device_type} takes these tensors", *padded])
 
 
 def cuda_width(head_dim: int, head_dim_v: int) -> int:

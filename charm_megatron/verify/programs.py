@@ -99,7 +99,7 @@ def check_schedule(schedule: Schedule) -> CheckReport:
 
 
 def check_programs(name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]) -> CheckReport:
-    """Checks programs, one a rank, against the problem that they are to solve.
+    """Checks programs, one per rank, against the problem that they are to solve.
 
     Raises `ScheduleFault` with rank, action and piece of the first fault and the actions around it.
     """
@@ -219,6 +219,8 @@ class _Machine:
 
     def _attend(self, rank: int, action: Attend) -> None:
         chunks = [name.chunk for name in action.q]
+        if action.causal and action.band is not None:
+            self._fault(rank, "a rectangle is causal or a band, not both")
         if action.causal:
             same = chunks == [name.chunk for name in action.kv] == sorted(set(chunks))
             if not same:

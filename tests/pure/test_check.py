@@ -6,14 +6,16 @@ from charm_megatron.errors import ScheduleFault
 from charm_megatron.lowering.decisions import Decisions, owner_by_homes, shard_routes
 from charm_megatron.lowering.schedules import make_schedule, make_schedules
 from charm_megatron.planner import plan
+from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
+from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import parse_action, parse_program
 from charm_megatron.schedule.written import written_schedule
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_programs, check_schedule
-from charm_megatron.workload import NO_MASK
+from charm_megatron.workload import NO_MASK, Band
 
 pytestmark = pytest.mark.pure
 
@@ -192,7 +194,7 @@ def test_routes_that_contradict_each_other_are_refused(rows, message):
     owner = owner_by_homes(made, [[0, 1, 2], [1, 1, 1], [2, 2, 2]])
     routes = tuple(shard_routes(made, side, [path], steps, home=[home]) for side, home, path, steps in rows)
     with pytest.raises(ScheduleFault, match=message):
-        make_schedule(Decisions("wrong", made, owner, routes), FORWARD)
+        make_schedule("wrong", Decisions(made, owner, routes), FORWARD)
 
 
 def test_the_program_checker_and_the_parser_agree_on_words():
@@ -202,3 +204,10 @@ def test_the_program_checker_and_the_parser_agree_on_words():
         "dkv": 2,
     }
     assert str(parse_action("free kv1")) == "free kv1"
+
+
+def test_a_rectangle_that_is_causal_and_a_band_is_refused():
+    made = Problem(make_sharding("contiguous", 1, 8), even_domains(1, 1))
+    program = (Attend((Piece("q", 0),), (Piece("kv", 0),), causal=True, band=Band(0, 1)),)
+    with pytest.raises(ScheduleFault, match="causal or a band, not both"):
+        check_programs("both", made, FORWARD, [program])

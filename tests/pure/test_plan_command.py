@@ -12,13 +12,15 @@ from charm_megatron.cli.schedule_tables import num_bytes_words
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import shipped_planners
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
 from charm_megatron.workload import Workload
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 SMALL = [
     "--nodes",
