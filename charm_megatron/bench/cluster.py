@@ -10,8 +10,7 @@ from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.errors import TopologyError
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.testbed.network import Network
-from charm_megatron.testbed.profile import Link as SharedLink
-from charm_megatron.testbed.profile import Profile
+from charm_megatron.testbed.profile import Profile, SharedLink
 from charm_megatron.topology import Domains, even_domains
 
 

@@ -9,10 +9,8 @@ from typer.testing import CliRunner
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences
 from charm_megatron.cli.plan import plan_command
-from charm_megatron.cli.planning import write_atomically
-from charm_megatron.cli.tables import num_bytes_words
-from charm_megatron.errors import InvalidInput
 from charm_megatron.planner import PLANNERS
+from charm_megatron.units import bytes_text
 
 pytestmark = pytest.mark.pure
 
@@ -73,7 +71,7 @@ def test_the_table_counts_what_each_rank_sends(run):
         "plan", "--schedule", "ring", *SMALL, "--layout", "contiguous", "--mask", "none", "--pass", "forward"
     )
     kv_bytes = 64 * 4 * (8 + 8) * 2
-    three = [*num_bytes_words(3 * kv_bytes).split(), "(3)"]
+    three = [*bytes_text(3 * kv_bytes).split(), "(3)"]
     inside, across = [*three, "0", "B", "(0)"], ["0", "B", "(0)", *three]
     per_rank = [row for label in "0123" for row in rows(result.stdout, label) if "25.0%" in row]
     assert per_rank == [
@@ -163,7 +161,7 @@ def test_wider_returns_send_more(run):
     ]
     for dtype, width in (("model", 2), ("float32", 4)):
         result = run(*args, "--pass", "forward", "--out-return-dtype", dtype)
-        expected = num_bytes_words(64 * 4 * (8 * 2 + 8 * width + 4))
+        expected = bytes_text(64 * 4 * (8 * 2 + 8 * width + 4))
         assert " ".join(rows(result.stdout, "most")[0][2:4]) == expected
 
 
@@ -244,20 +242,6 @@ def test_a_trace_is_written_and_json_stays_clean_beside_it(run, tmp_path):
     assert json.loads(result.stdout)["name"] == "charm"
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
-
-
-def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path):
-    path = tmp_path / "picture.svg"
-    path.write_text("old", encoding="utf-8")
-
-    def fail(partial):
-        partial.write_text("half", encoding="utf-8")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(InvalidInput, match=r"cannot write .*picture\.svg: No space left on device"):
-        write_atomically(path, fail)
-    assert path.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---------------------------------------------------------------------- bad input
