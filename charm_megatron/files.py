@@ -22,7 +22,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_text_atomically(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replaces the content of `path` by `text`, in UTF-8, as `write_atomically` does."""
     write_atomically(path, lambda partial: partial.write_text(text, "utf-8", newline=""))
 

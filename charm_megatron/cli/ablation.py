@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.cli.races import Runner, as_rows, wide_console
+from charm_megatron.cli.races import Runner, as_rows, require_writable, wide_console, write_whole
 from charm_megatron.errors import ConfigError, InvalidInput
-from charm_megatron.files import require_writable, write_text_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,7 +48,7 @@ def ablation_command(
     console.print(_ablation_table(compared))
     console.print("computation modelled; paper: forward pass on GPUs, at the length of the same rank of CCR")
     if json_file:
-        write_text_atomically(json_file, json.dumps(as_rows(results), indent=1) + "\n")
+        write_whole(json_file, json.dumps(as_rows(results), indent=1) + "\n")
 
 
 def _ablation_table(rows: list["AblationRow"]) -> "Table":
@@ -129,7 +128,7 @@ def numerics_command(
         "paper: Table 8, 8 L20, 8K tokens, to FlashAttention"
     )
     if json_file:
-        write_text_atomically(json_file, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_whole(json_file, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _numerics_table(rows: list["NumericsRow"], title: str) -> "Table":

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from charm_megatron.cli.races import Results, Runner, as_rows, wide_console
+from charm_megatron.cli.races import Results, Runner, as_rows, require_writable, wide_console, write_whole
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
-from charm_megatron.files import require_writable, write_text_atomically
 
 if TYPE_CHECKING:
     pass
@@ -185,12 +184,12 @@ def _write(results: Results, json_file: Path | None, csv_file: Path | None, pict
 
     listed = as_rows(results)
     if json_file:
-        write_text_atomically(json_file, json.dumps(listed, indent=1) + "\n")
+        write_whole(json_file, json.dumps(listed, indent=1) + "\n")
     if csv_file:
         text = io.StringIO()
         writer = csv.DictWriter(text, list(listed[0]))
         writer.writeheader()
         writer.writerows(listed)
-        write_text_atomically(csv_file, text.getvalue())
+        write_whole(csv_file, text.getvalue())
     if picture:
         draw_speed_up(results, picture)

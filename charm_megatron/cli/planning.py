@@ -1,6 +1,7 @@
 """What `charm-megatron plan` does once its options are read."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.cost.timeline import Timeline, evaluate
 from charm_megatron.errors import InvalidInput
-from charm_megatron.files import require_writable, write_atomically
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.passes import Direction
 from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another
@@ -213,7 +213,11 @@ def _check_files(setting: Setting, output: Output) -> None:
         raise InvalidInput("--rank says what to draw; it needs --svg FILE")
     if output.only_rank is not None and not 0 <= output.only_rank < cp_size:
         raise InvalidInput(f"--rank is one of 0 to {cp_size - 1}, but is {output.only_rank}")
-    require_writable(output.picture, output.trace)
+    for path in (output.picture, output.trace):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise InvalidInput(f"cannot write {path}: it is a folder")
 
 
 def _write_files(planned: list[Planned], setting: Setting, output: Output, prices: Prices) -> None:
@@ -228,7 +232,7 @@ def _write_files(planned: list[Planned], setting: Setting, output: Output, price
         names = [(one.name, timeline) for one, timeline in zip(planned, timelines, strict=True)]
         phases = [one.plan.phases(direction) for one in planned]
         domains, rank = planned[0].plan.problem.domains, output.only_rank
-        _write(
+        write_atomically(
             output.picture,
             lambda path: (
                 draw_timelines(names, domains, path, title=title, phases=phases)
@@ -238,9 +242,17 @@ def _write_files(planned: list[Planned], setting: Setting, output: Output, price
         )
     if output.trace is not None:
         trace = json.dumps(chrome_trace(timelines[0]))
-        _write(output.trace, lambda path: path.write_text(trace, encoding="utf-8"))
+        write_atomically(output.trace, lambda path: path.write_text(trace, encoding="utf-8"))
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    write_atomically(path, write)
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside `path` and renames, so that nothing half-written is ever there; says so on standard error."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
     print(f"wrote {path}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from charm_megatron.errors import InvalidInput
@@ -23,6 +24,33 @@ def wide_console() -> "Console":
 
     width = max(TABLE_WIDTH, Console().width)
     return Console(width=width, highlight=False, emoji=False, soft_wrap=True)
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Before hours of measuring, not after. Raises `InvalidInput`."""
+    for path in paths:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise InvalidInput(f"cannot write {path}: it is a folder")
+        trial = path.with_name(f".{path.name}.part")
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file at once, so that nobody finds half of it. Raises `InvalidInput`."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, "utf-8", newline="")
+        part.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
 
 
 Results = list[tuple[str, list["OperatorRow"]]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from charm_megatron.errors import ConfigError
-from charm_megatron.files import write_atomically, write_text_atomically
+from charm_megatron.files import write_atomically, write_text
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
@@ -95,7 +95,7 @@ def build_dataset(text: TextFolder, prefix: Path) -> None:
     def write(index: Path) -> None:
         num_documents, num_tokens = _write(text, prefix.with_suffix(".bin"), index)
         facts = {"text": str(text.path), "documents": num_documents, "tokens": num_tokens}
-        write_text_atomically(source, json.dumps(facts) + "\n")
+        write_text(source, json.dumps(facts) + "\n")
 
     write_atomically(prefix.with_suffix(".idx"), write)
 

@@ -23,7 +23,7 @@ import yaml
 
 from charm_megatron.config import RunConfig
 from charm_megatron.errors import InvalidInput
-from charm_megatron.files import require_writable_folder, write_text_atomically
+from charm_megatron.files import require_writable_folder, write_text
 
 Row = Mapping[str, Any]
 
@@ -114,7 +114,7 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """The resolved configuration; on resume it replaces that of the run so far."""
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-        write_text_atomically(self.config, text)
+        write_text(self.config, text)
 
     def discard(self, made: Sequence[Path]) -> None:
         """Removes what is in this folder, and the folders `made` for it, the innermost first."""
@@ -127,7 +127,7 @@ class RunFolder:
         """Drops the rows after `iteration`, which a resumed run is about to repeat."""
         for path in (self.metrics, self.evaluation):
             kept = [row for row in read_rows(path) if row["iteration"] <= iteration]
-            write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -137,7 +137,7 @@ def test_every_rank_gets_its_variables_and_its_own_address(net: testbed.Testbed)
 def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(net: testbed.Testbed) -> None:
     script = "if [ $RANK = 2 ]; then echo no luck; exit 3; fi; echo $$; exec sleep 1000"
     pids = []
-    with pytest.raises(LaunchError, match=r"rank 2 ended with code 3:\n  no luck"):
+    with pytest.raises(LaunchError, match=r"rank 2 failed: ended with code 3; its last lines:\n  no luck"):
         net.run_ranks(lambda rank: ["sh", "-c", script], on_line=lambda rank, line: pids.append(line))
     assert not any(is_running(int(pid)) for pid in pids if pid.isdigit())
 

@@ -9,7 +9,7 @@ from charm_megatron.files import (
     require_writable,
     require_writable_folder,
     write_atomically,
-    write_text_atomically,
+    write_text,
 )
 from charm_megatron.units import bytes_text
 
@@ -28,7 +28,7 @@ def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"cannot write .*picture\.svg: No space left on device"):
         write_atomically(path, fail)
     assert path.read_text("utf-8") == "old"
-    write_text_atomically(path, "new\n")
+    write_text(path, "new\n")
     assert path.read_bytes() == b"new\n"
     assert list(tmp_path.iterdir()) == [path]
 

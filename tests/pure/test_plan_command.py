@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.errors import ends_in_sentences
 from charm_megatron.cli.plan import plan_command
+from charm_megatron.cli.planning import write_atomically
+from charm_megatron.errors import InvalidInput
 from charm_megatron.planner import PLANNERS
 from charm_megatron.units import bytes_text
 
@@ -242,6 +244,20 @@ def test_a_trace_is_written_and_json_stays_clean_beside_it(run, tmp_path):
     assert json.loads(result.stdout)["name"] == "charm"
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
+
+
+def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path):
+    path = tmp_path / "picture.svg"
+    path.write_text("old", encoding="utf-8")
+
+    def fail(partial):
+        partial.write_text("half", encoding="utf-8")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InvalidInput, match=r"cannot write .*picture\.svg: No space left on device"):
+        write_atomically(path, fail)
+    assert path.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---------------------------------------------------------------------- bad input
