@@ -142,7 +142,7 @@ def _blame(rank: RankProcess) -> tuple[bool, float]:
     """Sorts the rank whose failure caused those of the others first.
 
     The peers of a rank that was killed notice a lost connection, at almost the same time. Nothing that
-    happens to a peer makes the kernel kill a rank.
+    happens to a peer makes anybody kill a rank.
     """
     assert rank.failure is not None, "only ranks that failed are compared"
     return rank.exit_code not in KILLED, rank.failure.time_s
