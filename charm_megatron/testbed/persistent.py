@@ -45,7 +45,7 @@ def bring_up(profile: Profile) -> bool:
 
 
 def take_down(profile_name: str | None = None) -> list[str]:
-    """Removes the persistent network of a profile, or all of them, and what dead processes have left; returns the names."""
+    """Removes the persistent network of a profile, or all, and what dead processes have left; returns their names."""
     require_available()
     persistent = [name for name, mark in networks().items() if mark.owner is None]
     wanted = persistent if profile_name is None else [persistent_name(profile_name)]

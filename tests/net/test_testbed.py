@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from charm_megatron.errors import InvalidInput, LaunchError, NetworkFault, TransferTimeout
-from charm_megatron.testbed import namespaces
+from charm_megatron.testbed import namespaces, persistent
 from charm_megatron.testbed import network as testbed
-from charm_megatron.testbed import persistent
 from charm_megatron.testbed.commands import Names
 from charm_megatron.testbed.probe import Scene, probe
 from charm_megatron.testbed.profile import Profile

@@ -277,7 +277,9 @@ def test_ranks_with_different_settings_are_named() -> None:
 def test_slurm_and_hostnames_that_disagree_are_shown() -> None:
     _, same = domains_from_facts(facts_of("hosts", "n1.site", "n2.site", nodes=("n1", "n2")))
     assert same == "one per host"
-    domains, reason = domains_from_facts(facts_of("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2")))
+    domains, reason = domains_from_facts(
+        facts_of("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2"))
+    )
     assert str(domains) == "0 1 2 3"
     assert reason == (
         "one per host; but SLURM's nodes are [0 1 | 2 3]: hostnames localhost, SLURMD_NODENAME n1 n2"
