@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.ranks import Tell, run_on_ranks
+from charm_megatron.bench.ranks import run_on_ranks
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.executor.runtime import AttentionRuntime
@@ -24,6 +24,7 @@ from charm_megatron.kernels.unsharded import (
     flash_attention,
     unsharded_attention,
 )
+from charm_megatron.log import Log, silent
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import Workload
 
@@ -84,9 +85,7 @@ class NumericsCase:
     layout: str
 
 
-def measure_numerics(
-    case: NumericsCase, cluster: Cluster, progress: Tell = lambda line: None
-) -> list[NumericsRow]:
+def measure_numerics(case: NumericsCase, cluster: Cluster, progress: Log = silent) -> list[NumericsRow]:
     """Runs all draws on all ranks. Raises `InvalidInput`, before any rank starts, for a schedule that cannot be."""
     for variant in case.variants:
         compile_attention(variant.settings(cluster.num_domains), cluster.domains, case.workload, case.layout)
@@ -94,9 +93,7 @@ def measure_numerics(
     return [] if results is None else results[0]
 
 
-def _measure(
-    tell: Tell, rank: int, num_ranks: int, case: NumericsCase, num_domains: int
-) -> list[NumericsRow]:
+def _measure(log: Log, rank: int, num_ranks: int, case: NumericsCase, num_domains: int) -> list[NumericsRow]:
     group = dist.group.WORLD
     assert group is not None
     workload = case.workload
@@ -110,7 +107,7 @@ def _measure(
     scale = workload.softmax_scale
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for draw in range(case.num_draws):
-        tell(f"draw {draw + 1} of {case.num_draws}")
+        log(f"draw {draw + 1} of {case.num_draws}")
         whole = draw_shard(draw, workload.seq_len, workload)  # the same on every rank
         q, k, v, dout = (x[list(tokens[rank])] for x in whole)
         got = {}

@@ -18,18 +18,19 @@ from torch import Tensor
 from charm_megatron.bench.case import OperatorCase, OperatorRow, RankTimes, TimingKey, TokensByRank, shard_of
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.rank import measure_rank
-from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
+from charm_megatron.bench.ranks import job_backend, run_on_ranks
 from charm_megatron.compile import Plan
 from charm_megatron.cost.model import CostModel
 from charm_megatron.cost.timeline import evaluate
 from charm_megatron.cost.wire import hop_bytes
 from charm_megatron.errors import InvalidInput
 from charm_megatron.kernels.unsharded import RESULTS, assembled, relative_error, unsharded_attention
+from charm_megatron.log import Log, silent
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 from charm_megatron.schedule.piece import IntArray
 
 
-def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line: None) -> list[OperatorRow]:
+def run_case(case: OperatorCase, cluster: Cluster, progress: Log = silent) -> list[OperatorRow]:
     """Runs all implementations of a case; ratios are to the first. Empty on the later ranks of a launched job."""
     progress("starting ranks")
     if cluster.is_launched and job_backend() == "nccl":

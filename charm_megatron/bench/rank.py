@@ -14,11 +14,11 @@ from torch import Tensor
 
 from charm_megatron.bench.case import OperatorCase, RankTimes, TimingKey, shard_of
 from charm_megatron.bench.modelled import ModelledKernel
-from charm_megatron.bench.ranks import Tell
 from charm_megatron.executor.attention import AttentionCall, ForwardResult
 from charm_megatron.executor.runtime import AttentionRuntime
 from charm_megatron.kernels import BlockKernel
 from charm_megatron.kernels.unsharded import Shard
+from charm_megatron.log import Log
 from charm_megatron.peers.calls import make_call
 from charm_megatron.peers.check import check_peer
 from charm_megatron.peers.protocol import Implementation
@@ -60,7 +60,7 @@ class _OurSchedule:
 
 
 def measure_rank(
-    tell: Tell,
+    log: Log,
     rank: int,
     num_ranks: int,
     case: OperatorCase,
@@ -82,26 +82,26 @@ def measure_rank(
         )
         for name in case.schedules
     }
-    tell("communication alone")
+    log("communication alone")
     first = calls[case.schedules[0]]
     silent = replace(first, kernel=ModelledKernel(INSTANTLY, INSTANTLY))
     communication_s = _time_both(_OurSchedule(silent, shard), case.passes)
     kernel: BlockKernel | None = None
     if case.ccr is None:
-        tell("computation alone")
+        log("computation alone")
         computation_s = _blocks_alone(first, device)
     else:
-        tell("modelled computation")
+        log("modelled computation")
         computation_s = {direction: case.ccr * took_s for direction, took_s in communication_s.items()}
         kernel = _modelled(flops, computation_s)
         calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
     implementations: dict[str, Implementation] = {
         name: _OurSchedule(call, shard) for name, call in calls.items()
     }
-    tell("checking peers")
+    log("checking peers")
     peers, notes = _peers(case, group, shard, kernel)
     implementations |= peers
-    seconds, wire_bytes = _time_all(tell, case, implementations)
+    seconds, wire_bytes = _time_all(log, case, implementations)
     outputs = _outputs(implementations) if _are_outputs_checked(case) else {}
     return RankTimes(seconds, wire_bytes, communication_s, computation_s, outputs, notes)
 
@@ -119,7 +119,7 @@ def _outputs(implementations: Mapping[str, Implementation]) -> dict[str, tuple[N
 
 
 def _time_all(
-    tell: Tell, case: OperatorCase, implementations: Mapping[str, Implementation]
+    log: Log, case: OperatorCase, implementations: Mapping[str, Implementation]
 ) -> tuple[dict[TimingKey, list[float]], dict[TimingKey, list[int]]]:
     """Seconds and bytes on the wire, by repetition; repetitions are interleaved."""
     seconds: dict[TimingKey, list[float]] = defaultdict(list)
@@ -128,7 +128,7 @@ def _time_all(
         is_warm_up = repetition < case.warm_up
         number = "warm-up" if is_warm_up else f"{repetition - case.warm_up + 1} of {case.repetitions}"
         for name, implementation in implementations.items():
-            tell(f"{number}: {name}")
+            log(f"{number}: {name}")
             for direction, (took_s, sent) in _run(implementation, case.passes).items():
                 if not is_warm_up:
                     seconds[name, direction].append(took_s)

@@ -46,6 +46,14 @@ def one_of(known: Sequence[str]) -> Callable[[typer.CallbackParam, Any], Any]:
     return check
 
 
+def known_dtype(param: typer.CallbackParam, value: str) -> str:
+    """Refuses dtypes that attention does not take."""
+    from charm_megatron.workload import ITEMSIZE_BYTES
+
+    checked: str = one_of(tuple(ITEMSIZE_BYTES))(param, value)
+    return checked
+
+
 def listed(text: str) -> tuple[str, ...]:
     """The words of a list with commas."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
@@ -84,7 +92,7 @@ KvHeads = Annotated[
 ]
 HeadDim = Annotated[int, option("Width of a head.", ATTENTION, callback=at_least(1))]
 Batch = Annotated[int, option("Sequences side by side.", ATTENTION, callback=at_least(1))]
-Dtype = Annotated[str, option("Dtype of q, k, v and out.", ATTENTION)]
+Dtype = Annotated[str, option("Dtype of q, k, v and out.", ATTENTION, callback=known_dtype)]
 
 # ---------------------------------------------------------------------- schedule
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from charm_megatron.cli.output_files import require_writable, write_atomically
 from charm_megatron.cli.plan_request import PlanRequest, PlanSettings
 from charm_megatron.cli.schedule_tables import (
     ComparedSchedule,
@@ -22,6 +21,7 @@ from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.cost.timeline import Timeline, evaluate
 from charm_megatron.errors import InvalidInput
+from charm_megatron.files import require_writable, write_atomically
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.passes import Direction
 from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another

@@ -29,7 +29,8 @@ def pretrain_command(
     from rich.console import Console
 
     from charm_megatron.config import load_run_config
-    from charm_megatron.train.external import is_rank, run_as_rank
+    from charm_megatron.processes.environment import is_rank
+    from charm_megatron.train.external import run_as_rank
     from charm_megatron.train.pretrain import run_pretrain
     from charm_megatron.train.progress import TerminalView, print_summary
     from charm_megatron.train.run_folder import default_path

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from charm_megatron.errors import InvalidInput
+from charm_megatron.processes.environment import is_later_rank
 
 RANK_0_SPEAKS_S = 30.0
 """More than the ranks of a job are apart when they have imported torch."""
@@ -41,6 +42,6 @@ def _rank_0_first(fault: type[Exception]) -> Iterator[None]:
     except typer.Exit:  # --help
         raise
     except fault:
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
+        if is_later_rank(os.environ):
             time.sleep(RANK_0_SPEAKS_S)
         raise

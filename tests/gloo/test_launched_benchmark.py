@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 from itertools import product
@@ -14,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from charm_megatron.processes.ports import free_port
 from charm_megatron.schedule.passes import DIRECTIONS
 
 pytestmark = pytest.mark.gloo
@@ -62,13 +62,6 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def torchrun(script: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -169,7 +169,7 @@ import os, sys, time
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import run_on_ranks
 
-def sleep(tell, rank, num_ranks):
+def sleep(log, rank, num_ranks):
     print(os.getpid(), flush=True)
     time.sleep(600)
 
@@ -233,7 +233,7 @@ def test_a_long_sequence_of_many_heads_is_not_compared_with_unsharded_attention(
     assert not replace(CASE, workload=many).can_be_checked
 
 
-def fail_on_one(tell, rank, num_ranks):
+def fail_on_one(log, rank, num_ranks):
     if rank == 1:
         raise ValueError("no luck")
 

@@ -106,8 +106,8 @@ def operator_command(
     from charm_megatron.bench.case import OperatorCase
     from charm_megatron.bench.suites import Race
     from charm_megatron.cli.bench.races import Runner, wide_console
-    from charm_megatron.cli.output_files import require_writable
     from charm_megatron.config import CharmConfig
+    from charm_megatron.files import require_writable
     from charm_megatron.peers.registry import PEERS
     from charm_megatron.show.draw import PICTURE_FORMATS
     from charm_megatron.workload import CAUSAL, Workload, parse_mask

@@ -17,8 +17,8 @@ from charm_megatron.bench.cluster import Cluster, cluster_on, launched_cluster
 from charm_megatron.bench.ranks import leave_job
 from charm_megatron.bench.suites import Race
 from charm_megatron.cli.bench.race_tables import race_notes, race_table
-from charm_megatron.cli.output_files import require_writable, write_text
 from charm_megatron.errors import InvalidInput
+from charm_megatron.files import require_writable, write_text
 from charm_megatron.testbed import namespaces
 from charm_megatron.testbed.network import Testbed
 from charm_megatron.testbed.persistent import attach, is_up
