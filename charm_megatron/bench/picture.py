@@ -20,7 +20,7 @@ TitledRows = tuple[str, Sequence[OperatorRow]]
 
 
 def draw_speed_up(races: Sequence[TitledRows], path: Path) -> None:
-    """One row of panels a race, one panel a pass; what was not timed is left out."""
+    """One row of panels per race, one panel per direction; what was not timed is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def args_command(
     config: options.ConfigFile,
-    settings: options.Settings = None,
+    settings: options.Overrides = None,
     out: Annotated[Path, typer.Option(help="Run folder that the paths lead into.")] = Path("runs/run"),
     cpu: options.Cpu = False,
 ) -> None:

@@ -22,7 +22,7 @@ def check_command(
     ],
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,
-    mask: options.Mask = None,
+    mask: options.MaskText = None,
     layout: options.Layout = None,
     tokens_per_rank: options.TokensPerRank = None,
 ) -> None:

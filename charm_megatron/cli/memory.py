@@ -12,7 +12,7 @@ from charm_megatron.cli.options import at_least
 
 def memory_command(
     config: options.ConfigFile,
-    settings: options.Settings = None,
+    settings: options.Overrides = None,
     ranks_per_node: Annotated[
         int | None,
         typer.Option(

@@ -80,7 +80,7 @@ RanksPerNode = Annotated[
 MASK_HELP = "causal, none, window:LEFT,RIGHT or documents:LENGTH,..; several joined by +."
 LAYOUT_HELP = "zigzag, contiguous, striped or document_zigzag."
 
-Mask = Annotated[str | None, option(MASK_HELP, ATTENTION, show_default="causal, or as in the file")]
+MaskText = Annotated[str | None, option(MASK_HELP, ATTENTION, show_default="causal, or as in the file")]
 Layout = Annotated[str | None, option(LAYOUT_HELP, ATTENTION, show_default="zigzag, or as in the file")]
 TokensPerRank = Annotated[
     int | None,
@@ -124,7 +124,7 @@ JsonRows = Annotated[Path | None, option("Write rows as JSON.", OUTPUT, "--json"
 # ---------------------------------------------------------------------- run configurations
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file: sections launch, charm, data and megatron.")]
-Settings = Annotated[
+Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file; repeatable."),
 ]

@@ -25,7 +25,7 @@ def plan_command(
     grad_return_dtype: options.GradReturnDtype = "float32",
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,
-    mask: options.Mask = None,
+    mask: options.MaskText = None,
     layout: options.Layout = None,
     tokens_per_rank: options.TokensPerRank = None,
     heads: options.Heads = 32,

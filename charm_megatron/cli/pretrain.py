@@ -16,7 +16,7 @@ def pretrain_command(
     out: Annotated[
         Path | None, typer.Option(help="Run folder. By default runs/<name of the file>-<time>.")
     ] = None,
-    settings: options.Settings = None,
+    settings: options.Overrides = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue the newest checkpoint in --out, also at another CP size."),

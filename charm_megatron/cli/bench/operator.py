@@ -77,7 +77,7 @@ def operator_command(
     compute: Annotated[
         str | None,
         option(
-            "real, or modelled: waits in place of blocks, as an accelerator leaves the CPU alone.",
+            "real, or modelled: waits in place of blocks, since an accelerator would leave the CPU alone.",
             MEASUREMENT,
             callback=one_of((REAL, MODELLED)),
         ),
