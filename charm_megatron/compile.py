@@ -14,6 +14,7 @@ from charm_megatron.config import CharmConfig
 from charm_megatron.cost.report import Report, report
 from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.errors import PlanError
+from charm_megatron.lowering.decisions import NamedMethod
 from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.lowering.storage import Storage, plan_storage
 from charm_megatron.planner import cut_problem, plan
@@ -44,13 +45,15 @@ class RankProgram:
 class Plan:
     """Both passes of one attention call, for all ranks of a group.
 
-    `forward` and `backward` are the phases of each, in the order in which they run; `reason` says why this schedule.
+    `forward` and `backward` are the phases of each, in the order in which they run; `reason` says why this schedule;
+    `notes` are what its planner has to say of it.
     """
 
     forward: tuple[Schedule, ...]
     backward: tuple[Schedule, ...]
     wire: WireFormat
     reason: str
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -120,19 +123,22 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
     Raises `PlanError` or `WorkloadError` for what cannot be, saying what would work, `ScheduleSyntaxError` for a file
     that cannot be read, and `ScheduleFault` for one whose schedule is wrong.
     """
+    notes: tuple[str, ...] = ()
     if is_schedule_file(config.schedule):
         forward, backward = _written(Path(config.schedule), domains, workload, layout)
         reason = "as written"
     else:
         name, reason = _name_for(config.schedule, domains)
-        forward, backward = _planned(name, config, domains, workload, layout)
+        named = _planned(name, domains, workload, layout)
+        options, notes = PostOptions(config.prefetch_depth, config.fuse), named.method.notes
+        forward, backward = (make_schedules(named, direction, options) for direction in DIRECTIONS)
     wire = make_wire_format(
         workload,
         forward[0].problem,
         out_return_dtype=config.out_return_dtype,
         grad_return_dtype=config.grad_return_dtype,
     )
-    return Plan(forward, backward, wire, reason)
+    return Plan(forward, backward, wire, reason, notes)
 
 
 def is_schedule_file(schedule: str) -> bool:
@@ -140,17 +146,14 @@ def is_schedule_file(schedule: str) -> bool:
     return schedule.endswith(SCHEDULE_FILE_SUFFIX)
 
 
-Passes = tuple[tuple[Schedule, ...], tuple[Schedule, ...]]
-
-
-def _planned(name: str, config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Passes:
+def _planned(name: str, domains: Domains, workload: Workload, layout: str) -> NamedMethod:
     sharding = make_sharding(layout, domains.cp_size, workload.seq_len, workload.mask.documents)
     heads, kv_heads = workload.num_heads, workload.num_kv_heads
     problem = cut_problem(name, sharding, domains, workload.mask, num_heads=heads, num_kv_heads=kv_heads)
-    method = plan(name, problem)
-    options = PostOptions(config.prefetch_depth, config.fuse)
-    forward, backward = (make_schedules(method, direction, options) for direction in DIRECTIONS)
-    return forward, backward
+    return plan(name, problem)
+
+
+Passes = tuple[tuple[Schedule, ...], tuple[Schedule, ...]]
 
 
 def _written(path: Path, domains: Domains, workload: Workload, layout: str) -> Passes:

@@ -9,6 +9,7 @@ counts: configs of one model on other lengths, or the rows of a table. `variant=
 """
 
 import types
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -48,8 +49,8 @@ class CharmConfig(Section):
         "has several; this many of equal size (so that one machine can stand for several); or as a YAML file lists "
         "hosts.",
     )
-    kernel: Literal["auto", "reference", "torch"] = Field(
-        "auto", description="Implementation of attention over one block."
+    kernel: str = Field(
+        "auto", description="Implementation of attention over one block: auto, or the name of a kernel."
     )
     out_return_dtype: Literal["model", "float32"] = Field(
         "model", description="Width of a partial output on its way home."
@@ -101,9 +102,11 @@ Override = Annotated[str, "SECTION.KEY=VALUE, the value in YAML"]
 def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunConfig:
     """Reads a YAML file, lays its variant over it, applies `overrides` in order, and validates the result.
 
+    `path` may also be the name of a configuration that comes with the package, such as `gpt_tiny_cpu`.
     Raises `ConfigError` when the file cannot be read, is not a mapping, or holds an unknown key or a
     value of the wrong type.
     """
+    path = run_config_file(path)
     data = read_mapping(path, "sections")
     chosen = [text.partition("=")[2] for text in overrides or [] if _is_choice(text)]
     data = _with_variant(data, chosen[-1].strip() if chosen else None, path)
@@ -123,7 +126,30 @@ def load_charm_config(path: Path) -> CharmConfig:
 
 def variant_names(path: Path) -> tuple[str, ...]:
     """The variants of a file, in its order; none for most files. Raises `ConfigError` as `load_run_config` does."""
+    path = run_config_file(path)
     return tuple(_variants(read_mapping(path, "sections"), path))
+
+
+def shipped_run_configs() -> dict[str, Path]:
+    """The run configurations that come with the package, by name."""
+    folder = Path(str(files("charm_megatron") / "configs"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def run_config_file(path: Path) -> Path:
+    """The file behind what a user names: a path, or the name of a configuration that comes with the package.
+
+    Raises `ConfigError` for a name that is neither.
+    """
+    shipped = shipped_run_configs()
+    is_name = path.name == str(path) and not path.suffix
+    if not is_name or path.exists():
+        return path
+    if path.name not in shipped:
+        raise ConfigError(
+            f"there is no file {path}, and no configuration of that name{nearest(path.name, shipped)}"
+        )
+    return shipped[path.name]
 
 
 def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
@@ -208,13 +234,18 @@ def _one_line(error: Exception) -> str:
 
 
 def _first_problem(model: type[Section], error: ValidationError) -> str:
-    problem = error.errors()[0]
+    problem, *others = error.errors()
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = (str(part) for part in problem["loc"])
         return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
     if problem["type"] == "missing":
         return f"key {where!r} is missing"
+    if len(problem["loc"]) > 1 and any(other["loc"][:-1] == problem["loc"][:-1] for other in others):
+        # A value of several types: what follows its name says which of them is meant.
+        where = ".".join(str(part) for part in problem["loc"][:-1])
+        same = [x["msg"] for x in (problem, *others) if x["loc"][:-1] == problem["loc"][:-1]]
+        return f"{where}: {', or '.join(same).lower()}, but is {problem['input']!r}"
     return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
 
 

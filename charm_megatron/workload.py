@@ -66,6 +66,11 @@ class Mask:
     def __post_init__(self) -> None:
         if (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0):
             raise WorkloadError(f"a window reaches 0 or more tokens to either side, but is {self}")
+        if not isinstance(self.documents, tuple):
+            raise WorkloadError(
+                f"documents are a tuple of lengths in tokens, but are {type(self.documents).__name__} "
+                f"{self.documents!r:.100}; tuple(documents) would work"
+            )
         if any(length < 1 for length in self.documents):
             raise WorkloadError(f"documents have at least 1 token, but are {self.documents}")
 
@@ -123,6 +128,25 @@ def parse_mask(text: str) -> Mask:
     return Mask(left, right, documents)
 
 
+def as_mask(mask: Mask | str) -> Mask:
+    """A mask, or what `parse_mask` reads. Raises `WorkloadError` for anything else."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, str):
+        return parse_mask(mask)
+    raise WorkloadError(
+        f"a mask is a Mask or a word such as 'causal' or 'none', but is {type(mask).__name__} {mask!r:.100}"
+    )
+
+
+def require_softmax_scale(scale: float) -> None:
+    """Raises `WorkloadError` for a scale with which a softmax makes no sense: not positive, or not finite."""
+    if not 0 < scale < math.inf:
+        raise WorkloadError(
+            f"softmax_scale must be positive and finite, but is {scale!r}; None is 1 / sqrt(head_dim)"
+        )
+
+
 @dataclass(frozen=True)
 class Workload:
     """Sizes of one attention call, of all ranks of a context-parallel group together.
@@ -150,7 +174,10 @@ class Workload:
                 f"num_heads must be a multiple of num_kv_heads"
             )
         if self.dtype not in ITEMSIZE_BYTES:
-            raise WorkloadError(f"unknown dtype {self.dtype!r}{nearest(self.dtype, ITEMSIZE_BYTES)}")
+            *others, last = ITEMSIZE_BYTES
+            raise WorkloadError(
+                f"attention takes tensors of dtype {', '.join(others)} or {last}, but they are {self.dtype}"
+            )
 
     @property
     def itemsize_bytes(self) -> int:

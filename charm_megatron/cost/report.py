@@ -1,6 +1,6 @@
 """What a schedule costs a rank, in numbers: work, traffic, and waits that no overlap can hide.
 
-Links come in two classes, inside a domain and across domains, as domains have one level today. Deeper levels
+Links come in two classes, inside a domain and across domains, because domains have one level today. Deeper levels
 (NUMA inside a node) would add a class to `wire.Traffic`, and a column each here.
 """
 

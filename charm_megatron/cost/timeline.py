@@ -59,7 +59,7 @@ Span = AttendSpan | TransferSpan
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of a schedule. `busy_s[rank]` is the time a rank computes."""
+    """All spans of a schedule. `busy_s[rank]` is how long a rank computes."""
 
     spans: tuple[Span, ...]
     makespan_s: float

@@ -57,7 +57,7 @@ class Machine:
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
-    """What a program prints. Raises `TopologyError` for one that cannot be had, fails, or does not end."""
+    """What a program prints. Raises `TopologyError` for one that is missing, fails, or does not end."""
     words = " ".join(command)
     try:
         done = subprocess.run(

@@ -17,13 +17,14 @@ from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
+from charm_megatron.executor.groups import group_place
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.transport import GroupTransport
-from charm_megatron.kernels import Selection, select_kernel
+from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
 from charm_megatron.units import bytes_text
-from charm_megatron.workload import CAUSAL, Mask, Workload
+from charm_megatron.workload import CAUSAL, Mask, Workload, as_mask, require_softmax_scale
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ class AttentionRuntime:
         k: Tensor,
         v: Tensor,
         *,
-        group: dist.ProcessGroup,
-        mask: Mask = CAUSAL,
+        group: dist.ProcessGroup | None,
+        mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
     ) -> Tensor:
         """Exact attention of this rank's queries over the whole sequence; differentiable.
 
-        q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] are this rank's shard in `layout`; gives
+        q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] are this rank's shard in `layout`; returns
         out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`.
         """
         return self.attention_with_lse(
@@ -119,17 +120,26 @@ class AttentionRuntime:
         k: Tensor,
         v: Tensor,
         *,
-        group: dist.ProcessGroup,
-        mask: Mask = CAUSAL,
+        group: dist.ProcessGroup | None,
+        mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
     ) -> tuple[Tensor, Tensor]:
         """As `attention`, and lse [s, b, h] in float32 (float64 for float64), which carries no gradient."""
-        workload = _workload(q, k, v, dist.get_world_size(group), mask)
+        group, _, cp_size = group_place(group)
+        workload = _workload(q, k, v, cp_size, as_mask(mask))
+        scale = workload.softmax_scale if softmax_scale is None else softmax_scale
+        require_softmax_scale(scale)
         call = self._agreed(group, workload, layout, q.device).call
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = ContextParallelAttention.apply(q, k, v, call, scale)
         return out, lse
+
+    def forget(self, group: dist.ProcessGroup | None) -> None:
+        """Drops all that is kept for `group`: its domains, plans and buffers. To be called before it is destroyed.
+
+        Every rank of the group must do so, or none: the next call agrees on everything again.
+        """
+        self._groups.pop(group_place(group)[0], None)
 
     def receipt(
         self,
@@ -191,13 +201,9 @@ class AttentionRuntime:
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Agreed:
         plan = compile_attention(self.config, known.domains, workload, layout)
-        selection = select_kernel(
-            self.config.kernel,
-            device.type,
-            getattr(torch, workload.dtype),
-            workload.head_dim,
-            workload.head_dim_v,
-        )
+        dtype = getattr(torch, workload.dtype)
+        sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v)
+        selection = select_kernel(self.config.kernel, sizes)
         require_agreement(group, plan.digest, str(plan))
         pool = known.pools.setdefault(device, BufferPool(device))
         call = attention_call(plan, dist.get_rank(group), selection.kernel, known.transport, pool)
@@ -205,7 +211,10 @@ class AttentionRuntime:
 
 
 def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Workload:
-    """The whole group's workload, from one rank's shard. Raises `WorkloadError` for shapes that do not fit."""
+    """The whole group's workload, from one rank's shard. Raises `WorkloadError` for tensors that do not fit."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise WorkloadError(f"attention takes tensors, but {name} is {type(x).__name__}")
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise WorkloadError(f"attention takes tensors [tokens, batch, heads, width], but got {shapes}")

@@ -1,21 +1,23 @@
 """Attention over one block, forward and backward, with the statistics that merging blocks needs.
 
-One signature (`BlockKernel`), one file a backend, one selector that gives its reason.
+One signature (`BlockKernel`), one file per backend, one selector that gives its reason.
 """
 
-from charm_megatron.kernels.base import BlockKernel, accumulate_dtype
+from charm_megatron.kernels.base import BlockKernel, BlockSizes, accumulate_dtype
 from charm_megatron.kernels.reference import ReferenceKernel, masked_logits
-from charm_megatron.kernels.select import KERNEL_NAMES, Selection, select_kernel
+from charm_megatron.kernels.select import KERNEL_NAMES, Selection, require_kernel_name, select_kernel
 from charm_megatron.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 
 __all__ = [
     "KERNEL_NAMES",
     "BlockKernel",
+    "BlockSizes",
     "ReferenceKernel",
     "Selection",
     "TorchCpuKernel",
     "TorchCudaKernel",
     "accumulate_dtype",
     "masked_logits",
+    "require_kernel_name",
     "select_kernel",
 ]

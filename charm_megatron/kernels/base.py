@@ -8,7 +8,7 @@ Legend of shapes: `s_q`, `s_k` rows of the block; `b` batch; `h` query heads, `h
 of q and k, `d_v` width of v and out. Query head `j` reads KV head `j // (h // h_k)`.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class BlockKernel(Protocol):
     | lse, delta | [s_q, b, h] | float32, or float64 where the model is float64 |
 
     Gradients have `grad_dtype` in place of the model's dtype. Inputs may be views with any strides, as
-    long as their last dimension is contiguous: queries packed beside other payload, or keys and values
+    long as their last dimension is contiguous: queries packed beside other values, or keys and values
     interleaved token by token. Results may be such views too, in whatever order the backend writes.
 
     `causal` masks what lies above the diagonal and needs `s_q == s_k`: backends align the diagonal of
@@ -54,7 +54,7 @@ class BlockKernel(Protocol):
         softmax_scale: float,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gives `out` and `lse`, the natural logarithm of the sum of exp(softmax_scale * q.k)."""
+        """Returns `out` and `lse`, the natural logarithm of the sum of exp(softmax_scale * q.k)."""
         ...
 
     def backward(
@@ -70,11 +70,41 @@ class BlockKernel(Protocol):
         softmax_scale: float,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives dq, dk and dv, the last two summed over the query heads that share a KV head.
+        """Returns dq, dk and dv, the last two summed over the query heads that share a KV head.
 
         `lse` and `delta` = rowsum(dout * out) belong to all blocks of these queries together.
         """
         ...
+
+
+class BlockSizes(NamedTuple):
+    """What a kernel is chosen by: the same on all ranks of a group."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+
+
+class SelectableKernel(BlockKernel, Protocol):
+    """A kernel that says which tensors it takes. `name` is what the setting `kernel` calls it."""
+
+    def runs_on(self, device_type: str) -> bool:
+        """Whether it runs on devices of this type at all."""
+        ...
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        """Why it cannot take such tensors of a device that it runs on, a clause; None where it can."""
+        ...
+
+    def merit(self, sizes: BlockSizes) -> str:
+        """Why it is the one to take, a clause that follows "because"."""
+        ...
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from charm_megatron.kernels.base import accumulate_dtype, check_block, check_rows, hidden_elements
+from charm_megatron.kernels.base import BlockSizes, accumulate_dtype, check_block, check_rows, hidden_elements
 from charm_megatron.workload import Band
 
 
@@ -17,6 +17,15 @@ class ReferenceKernel:
     """Attention over one block with the logits written out; gradients come in float32 or float64."""
 
     name = "reference"
+
+    def runs_on(self, device_type: str) -> bool:
+        return True
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        return None
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return f"no other kernel runs on {sizes.device_type}"
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)

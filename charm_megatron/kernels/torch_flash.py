@@ -12,11 +12,13 @@ said of strides and dtypes below is from ATen/native/cpu/FlashAttentionKernel.cp
 ATen/native/transformers/cuda/{attention_backward.cu, flash_attn/flash_api.cpp}.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from charm_megatron.kernels.base import check_block, check_rows, hidden_elements
+from charm_megatron.kernels.base import BlockSizes, check_block, check_rows, dtype_name, hidden_elements
 from charm_megatron.workload import ITEMSIZE_BYTES, Band
 
 CPU_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ITEMSIZE_BYTES)
@@ -40,6 +42,15 @@ class TorchCpuKernel:
     """
 
     name = "torch"
+
+    def runs_on(self, device_type: str) -> bool:
+        return device_type == "cpu"
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        return _dtype_obstacle(sizes, CPU_DTYPES)
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return _merit(sizes, max(sizes.head_dim, sizes.head_dim_v))
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -109,6 +120,18 @@ class TorchCudaKernel:
 
     name = "torch"
 
+    def runs_on(self, device_type: str) -> bool:
+        return device_type == "cuda"
+
+    def obstacle(self, sizes: BlockSizes) -> str | None:
+        width = cuda_width(sizes.head_dim, sizes.head_dim_v)
+        if width > CUDA_MAX_HEAD_DIM:
+            return f"torch's flash attention on cuda takes heads up to {CUDA_MAX_HEAD_DIM} wide, not {width}"
+        return _dtype_obstacle(sizes, CUDA_DTYPES)
+
+    def merit(self, sizes: BlockSizes) -> str:
+        return _merit(sizes, cuda_width(sizes.head_dim, sizes.head_dim_v))
+
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
@@ -128,7 +151,7 @@ class TorchCudaKernel:
         lse: Tensor
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
-            None,  # cum_seq_q, cum_seq_k: absent, as all sequences of the batch are equally long
+            None,  # cum_seq_q, cum_seq_k: absent: all sequences of the batch are equally long
             None,
             q.shape[0],
             k.shape[0],
@@ -215,6 +238,22 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     # Two divisions: the product of the divisors could leave the range of the dtype, the quotients cannot.
     length = delta.unsqueeze(-1) / largest / square
     return (direction * length).to(dout.dtype)
+
+
+def _dtype_obstacle(sizes: BlockSizes, dtypes: Sequence[torch.dtype]) -> str | None:
+    if sizes.dtype in dtypes:
+        return None
+    known = ", ".join(map(dtype_name, dtypes))
+    return f"torch's flash attention on {sizes.device_type} takes {known}, not {dtype_name(sizes.dtype)}"
+
+
+def _merit(sizes: BlockSizes, width: int) -> str:
+    padded = [
+        f"{what} padded from {dim} to {width}"
+        for what, dim in (("q and k", sizes.head_dim), ("v", sizes.head_dim_v))
+        if dim != width
+    ]
+    return ", ".join([f"its flash attention on {sizes.device_type} takes these tensors", *padded])
 
 
 def cuda_width(head_dim: int, head_dim_v: int) -> int:

@@ -43,7 +43,6 @@ class Decisions:
     are the piece itself. `not_before[q_chunk, kv_chunk]` holds a block back until that compute step.
     """
 
-    name: str
     problem: Problem
     owner: IntArray  # [num_chunks, num_chunks, q_head_groups]
     routes: tuple[Routes, ...]
@@ -67,9 +66,11 @@ class Phase:
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """What a planner makes: the phases of each direction, in the order in which they run."""
+    """What a planner makes: the phases of each direction, in the order in which they run.
 
-    name: str
+    `notes` are sentences for people.
+    """
+
     phases: Mapping[Direction, tuple[Phase, ...]]
     notes: tuple[str, ...] = ()
 
@@ -78,17 +79,23 @@ class Method:
         return self.phases[Direction.FORWARD][0].decisions.problem
 
 
-def method(
-    name: str, forward: tuple[Phase, ...], backward: tuple[Phase, ...], notes: tuple[str, ...] = ()
-) -> Method:
+@dataclass(frozen=True, eq=False)
+class NamedMethod:
+    """A method under the name of the planner that made it."""
+
+    name: str
+    method: Method
+
+
+def method(forward: Sequence[Phase], backward: Sequence[Phase], *notes: str) -> Method:
     """A method of several phases, or one whose backward pass is not derived from its forward pass."""
-    phases = {Direction.FORWARD: forward, Direction.BACKWARD: backward}
-    return Method(name, MappingProxyType(phases), notes)
+    phases = {Direction.FORWARD: tuple(forward), Direction.BACKWARD: tuple(backward)}
+    return Method(MappingProxyType(phases), notes)
 
 
 def one_phase(decisions: Decisions, *notes: str) -> Method:
     """The usual method: the backward pass is derived from the forward pass's decisions."""
-    return method(decisions.name, (Phase(FORWARD, decisions),), (Phase(BACKWARD, decisions),), notes)
+    return method([Phase(FORWARD, decisions)], [Phase(BACKWARD, decisions)], *notes)
 
 
 def owner_by_homes(problem: Problem, table: npt.ArrayLike) -> IntArray:

@@ -20,9 +20,7 @@ from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.payload import SIDES, Side
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
-from charm_megatron.schedule.tables import Blocks, Hops
-
-NEVER = np.iinfo(np.int64).max
+from charm_megatron.schedule.tables import AT_HOME, NEVER, Blocks, Hops
 
 
 def lower(decisions: Decisions, pass_: Pass) -> tuple[Hops, Blocks]:
@@ -104,11 +102,11 @@ def cut_routes(decisions: Decisions, at: dict[Side, IntArray]) -> list[_Cut]:
 
 
 def arrivals(decisions: Decisions, cuts: list[_Cut]) -> dict[Side, IntArray]:
-    """The step in which each (piece, rank) arrives: -1 at home, `NEVER` where the piece does not go."""
+    """The step in which each (piece, rank) arrives: `AT_HOME` at home, `NEVER` where the piece does not go."""
     problem = decisions.problem
     arrive = {side: _state(decisions, side, NEVER) for side in SIDES}
     for side in SIDES:
-        arrive[side][_home_index(decisions, side)] = -1
+        arrive[side][_home_index(decisions, side)] = AT_HOME
     for cut in cuts:
         routes, live, state = cut.routes, cut.is_live, arrive[cut.routes.side]
         rows = cut.kept > 0

@@ -178,7 +178,7 @@ def _interleave(posts: list[Post], post_steps: list[int], attends: ComputeSteps)
 def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
     """Moves each post of results up to right behind the last action that adds to what it sends (paper, Appendix A).
 
-    It stays behind the posts that come before it, whose order both ends rely on, and passes over no Wait, as there
+    It stays behind the posts that come before it, whose order both ends rely on, and passes over no Wait, because there
     are none yet: it can only be reached earlier.
     """
     out: list[Action] = []

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from charm_megatron.lowering.decisions import Decisions, Method
+from charm_megatron.lowering.decisions import Decisions, NamedMethod
 from charm_megatron.lowering.lower import lower
 from charm_megatron.lowering.program import rank_program
 from charm_megatron.schedule.actions import Program
@@ -18,14 +18,19 @@ class LoweredSchedule(Schedule):
         return rank_program(self, rank)
 
 
-def make_schedule(decisions: Decisions, pass_: Pass, options: PostOptions = PostOptions()) -> Schedule:
+def make_schedule(
+    name: str, decisions: Decisions, pass_: Pass, options: PostOptions = PostOptions()
+) -> Schedule:
     """Lowers `decisions` for one pass; the backward pass is the same decisions under another `Pass`."""
     hops, blocks = lower(decisions, pass_)
-    return LoweredSchedule(decisions.name, decisions.problem, pass_, hops, blocks, options)
+    return LoweredSchedule(name, decisions.problem, pass_, hops, blocks, options)
 
 
 def make_schedules(
-    method: Method, direction: Direction, options: PostOptions = PostOptions()
+    named: NamedMethod, direction: Direction, options: PostOptions = PostOptions()
 ) -> tuple[Schedule, ...]:
     """The schedules of a method's phases in one direction, in the order in which they run."""
-    return tuple(make_schedule(phase.decisions, phase.pass_, options) for phase in method.phases[direction])
+    return tuple(
+        make_schedule(named.name, phase.decisions, phase.pass_, options)
+        for phase in named.method.phases[direction]
+    )

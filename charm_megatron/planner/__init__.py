@@ -1,6 +1,15 @@
 """Planners: each decides who computes which block and how the operands get there."""
 
-from charm_megatron.planner.common import Shape
-from charm_megatron.planner.registry import PLANNERS, Planner, cut_problem, plan, shape
+from charm_megatron.planner.common import Planner, Shape, as_planner
+from charm_megatron.planner.registry import cut_problem, plan, planners, register_planner, shipped_planners
 
-__all__ = ["PLANNERS", "Planner", "Shape", "cut_problem", "plan", "shape"]
+__all__ = [
+    "Planner",
+    "Shape",
+    "as_planner",
+    "cut_problem",
+    "plan",
+    "planners",
+    "register_planner",
+    "shipped_planners",
+]

@@ -26,7 +26,7 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import Grid, by_homes, equal_domains
+from charm_megatron.planner.common import Grid, as_planner, by_homes, equal_domains
 from charm_megatron.planner.matchings import Matching, exchanges
 from charm_megatron.schedule.payload import Side
 from charm_megatron.schedule.piece import IntArray
@@ -36,37 +36,43 @@ Steps = list[tuple[Matching, Matching | None]]
 """The exchanges of one pass: KV partners and Q partners by index inside the domain."""
 
 
+@as_planner("CHARM+ paper, 3.2", "half of each level's partners swap Q, half KV")
 def rm_plus(problem: Problem) -> Method:
     """RM+ over all ranks, wherever they are: CHARM+ of a single domain."""
-    return _together("rm_plus", problem, (tuple(range(problem.cp_size)),))
+    return _together(problem, (tuple(range(problem.cp_size)),))
 
 
+@as_planner(
+    "CHARM+ paper, 3.3 and Figure 5", "rm_plus inside each domain, its Q half again for each other domain's Q"
+)
 def charm(problem: Problem) -> Method:
     """CHARM+ over the problem's domains, one visiting Q at a time, KV of the own domain kept.
 
     Of domains with one rank each nothing is inside that could hide what crosses; RM+ over the ranks, which
     crosses with log-depth waits only, takes its place. Raises `PlanError` for domains of different sizes.
     """
-    return _per_domain("charm", problem, keep_kv=True)
+    return _per_domain(problem, keep_kv=True)
 
 
+@as_planner("CHARM+ paper, Figure 5", "charm with KV exchanged again for each other domain's Q, not kept")
 def charm_per_domain(problem: Problem) -> Method:
     """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm`."""
-    return _per_domain("charm_per_domain", problem, keep_kv=False)
+    return _per_domain(problem, keep_kv=False)
 
 
+@as_planner("CHARM+ paper, Figure 3", "rm_plus inside each domain, with the other domains' Q along")
 def charm_together(problem: Problem) -> Method:
     """CHARM+ with all visiting Qs at once. Grids and refusals are those of `charm`."""
-    return _together("charm_together", problem, _grid("charm_together", problem))
+    return _together(problem, _grid(problem))
 
 
-def _grid(name: str, problem: Problem) -> Grid:
+def _grid(problem: Problem) -> Grid:
     """`grid[d][i]` is the rank with index i in domain d."""
-    grid = equal_domains(name, problem.domains, "rm_plus")
+    grid = equal_domains(problem.domains, "rm_plus")
     return grid if len(grid[0]) > 1 else (tuple(range(problem.cp_size)),)
 
 
-def _together(name: str, problem: Problem, grid: Grid) -> Method:
+def _together(problem: Problem, grid: Grid) -> Method:
     steps = exchanges(len(grid[0]))[::-1]
     last_arrival = len(grid) - 1  # the visiting Qs arrive under the own blocks and each other's
     starts = [last_arrival] * len(grid)
@@ -75,12 +81,12 @@ def _together(name: str, problem: Problem, grid: Grid) -> Method:
         _routes(problem, "kv", _kv_exchanges(grid, steps, last_arrival)),
         _routes(problem, "q", _q_exchanges(grid, steps, starts)),
     )
-    return one_phase(Decisions(name, problem, owner_by_homes(problem, _owners(grid, steps)), routes))
+    return one_phase(Decisions(problem, owner_by_homes(problem, _owners(grid, steps)), routes))
 
 
-def _per_domain(name: str, problem: Problem, *, keep_kv: bool) -> Method:
+def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
     """Pass s, of the Qs from s domains away, begins at both steps starts[s]; the next Qs cross from there on."""
-    grid = _grid(name, problem)
+    grid = _grid(problem)
     steps = exchanges(len(grid[0]))[::-1]
     starts = range(0, (len(steps) + 1) * len(grid), len(steps) + 1)
     routes = (
@@ -94,7 +100,6 @@ def _per_domain(name: str, problem: Problem, *, keep_kv: bool) -> Method:
     passes, places = _passes(grid, steps)
     return one_phase(
         Decisions(
-            name,
             problem,
             owner_by_homes(problem, _owners(grid, steps)),
             routes,

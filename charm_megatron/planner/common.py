@@ -1,11 +1,13 @@
 """What planners share: how a problem must be cut for them, which domains they can use, tables by home rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from charm_megatron.errors import PlanError
+from charm_megatron.lowering.decisions import Method, NamedMethod
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
@@ -28,12 +30,60 @@ def uncut(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
     return Shape()
 
 
-def equal_domains(name: str, domains: Domains, instead: str) -> Grid:
+@dataclass(frozen=True)
+class Planner:
+    """One schedule of the field: what `as_planner` makes of a function.
+
+    `make` turns a problem into a method; `shape` says how a problem must be cut for it, given the domains and the
+    numbers of query and KV heads. Their `PlanError`s read on from the schedule's name: "needs ..", "deals ..".
+    """
+
+    name: str
+    reference: str
+    summary: str
+    make: Callable[[Problem], Method]
+    shape: Callable[[Domains, int, int], Shape]
+
+    def __call__(self, problem: Problem) -> NamedMethod:
+        """The method for `problem`. Raises `PlanError`, saying what would work, for what the schedule cannot do."""
+        with _named(self.name):
+            return NamedMethod(self.name, self.make(problem))
+
+    def shape_for(self, domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+        """How a problem must be cut for the schedule. Raises `PlanError` for domains and heads that it cannot cut."""
+        with _named(self.name):
+            return self.shape(domains, num_heads, num_kv_heads)
+
+
+def as_planner(
+    reference: str, summary: str, *, shape: Callable[[Domains, int, int], Shape] = uncut
+) -> Callable[[Callable[[Problem], Method]], Planner]:
+    """Makes a planner of a function from a problem to a method; the function's name is the schedule's.
+
+    `reference` says where the idea is from: a paper, a page, a name. `summary` says in a line what it does.
+    """
+
+    def decorate(make: Callable[[Problem], Method]) -> Planner:
+        return Planner(make.__name__, reference, summary, make, shape)
+
+    return decorate
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Puts the schedule's name before what is wrong."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{name} {error}") from error
+
+
+def equal_domains(domains: Domains, instead: str) -> Grid:
     """The ranks of each domain. Raises `PlanError` for domains of different sizes, which `instead` can do."""
     if not domains.are_even:
         sizes = ", ".join(str(len(ranks)) for ranks in domains.members)
         raise PlanError(
-            f"{name} needs domains of equal size, but they have {sizes} ranks; {instead} takes any ranks, and "
+            f"needs domains of equal size, but they have {sizes} ranks; {instead} takes any ranks, and "
             f"the setting charm.domains can declare equal domains"
         )
     return domains.members

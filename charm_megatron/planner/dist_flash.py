@@ -15,15 +15,17 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
+from charm_megatron.planner.common import as_planner
 from charm_megatron.schedule.problem import Problem
 
 
+@as_planner("arXiv:2310.03294", "ranks that a causal mask leaves idle compute for later ones")
 def dist_flash(problem: Problem) -> Method:
     """Raises `PlanError` for a layout or mask by which early ranks are not idle."""
     layout, mask = problem.sharding.layout, problem.mask
     if layout != "contiguous" or mask.right != 0:
         raise PlanError(
-            f"dist_flash balances a mask that looks only back over contiguous shards, but the layout is {layout} "
+            f"balances a mask that looks only back over contiguous shards, but the layout is {layout} "
             f"and the mask {mask}; layout contiguous with mask causal or window:LEFT,0 would work"
         )
     n = problem.cp_size
@@ -37,4 +39,4 @@ def dist_flash(problem: Problem) -> Method:
         shard_routes(problem, "kv", fetched, [[x - y - 1] for y, x in fetched]),
         shard_routes(problem, "q", helped, [[n - (x - y) - 1] for x, y in helped]),
     )
-    return one_phase(Decisions("dist_flash", problem, owner, routes))
+    return one_phase(Decisions(problem, owner, routes))

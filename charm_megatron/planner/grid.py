@@ -4,7 +4,7 @@ The rank in row i and column j computes the blocks of all Q of row i against all
 reduced along rows. A rank so receives b - 1 Q and a - 1 KV where it receives n - 1 KV in a ring.
 
 * `attention_2d`: both spread in one step, as collectives do (arXiv:2503.15758).
-* `mesh`: both go round, one hop of one of them a step, whichever opens more blocks (arXiv:2512.20968).
+* `mesh`: both circulate, one hop of one of them per step, whichever opens more blocks (arXiv:2512.20968).
 
 Equal domains are the rows, so that only KV crosses. With one domain, one rank a domain or unequal domains the grid is
 the most square one, with no more columns than rows.
@@ -22,11 +22,12 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.common import Grid, divisors, turned
+from charm_megatron.planner.common import Grid, as_planner, divisors, turned
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
 
 
+@as_planner("arXiv:2503.15758", "Q gathered along rows, KV along columns")
 def attention_2d(problem: Problem) -> Method:
     """Every Q to the other ranks of its row, every KV to those of its column, in step 0."""
     rows = rows_of(problem.domains)
@@ -34,9 +35,10 @@ def attention_2d(problem: Problem) -> Method:
         shard_routes(problem, "q", _stars(rows), [0]),
         shard_routes(problem, "kv", _stars(_transposed(rows)), [0]),
     )
-    return _method("attention_2d", problem, rows, routes)
+    return _method(problem, rows, routes)
 
 
+@as_planner("arXiv:2512.20968", "Q circulates along rows and KV along columns, one hop per step")
 def mesh(problem: Problem) -> Method:
     """Every Q round its row, every KV round its column, in the order of `hop_order`."""
     rows = rows_of(problem.domains)
@@ -46,7 +48,7 @@ def mesh(problem: Problem) -> Method:
         shard_routes(problem, "q", [turned(row, x) for row in rows for x in row], q_steps),
         shard_routes(problem, "kv", [turned(column, x) for column in columns for x in column], kv_steps),
     )
-    return _method("mesh", problem, rows, routes)
+    return _method(problem, rows, routes)
 
 
 def rows_of(domains: Domains) -> Grid:
@@ -81,7 +83,7 @@ def _stars(lines: Grid) -> list[tuple[int, int]]:
     return [(x, y) for line in lines for x in line for y in line if x != y]
 
 
-def _method(name: str, problem: Problem, rows: Grid, routes: tuple[Routes, ...]) -> Method:
+def _method(problem: Problem, rows: Grid, routes: tuple[Routes, ...]) -> Method:
     """Q of row i against KV of column j belongs to the rank in row i and column j."""
     ranks = np.asarray(rows)
     row_of, column_of = np.empty((2, problem.cp_size), dtype=np.int64)
@@ -90,6 +92,6 @@ def _method(name: str, problem: Problem, rows: Grid, routes: tuple[Routes, ...])
     notes: tuple[str, ...] = ()
     if not problem.domains.are_even:
         notes = (
-            f"{name}: unequal domains are no rows, so the grid is {len(rows)} x {len(rows[0])} ranks in order",
+            f"domains of different sizes cannot be rows: the grid is {len(rows)} x {len(rows[0])} ranks in order",
         )
-    return one_phase(Decisions(name, problem, owner, routes), *notes)
+    return one_phase(Decisions(problem, owner, routes), *notes)

@@ -1,7 +1,7 @@
 """Heads are dealt out: an all-to-all gives each rank of a group some heads of all the group's tokens.
 
 * `ulysses`: the group is all ranks; nothing else is sent (arXiv:2309.14509).
-* `hierarchical`: the group is a domain, and KV of the dealt heads goes round a ring of the domains (arXiv:2405.07719).
+* `hierarchical`: the group is a domain, and KV of the dealt heads circulates past the domains (arXiv:2405.07719).
 * `hierarchical_ring_inside`: the group is the same-index ranks of all domains, and the ring is inside each domain.
 
 With fewer KV heads than ranks in a group a KV head goes to every rank whose query heads read it.
@@ -20,7 +20,7 @@ from charm_megatron.lowering.decisions import (
     one_phase,
     shard_routes,
 )
-from charm_megatron.planner.common import Shape, divisors, equal_domains, listing
+from charm_megatron.planner.common import Shape, as_planner, divisors, equal_domains, listing
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains
@@ -29,41 +29,24 @@ Groups = Sequence[Sequence[int]]
 """`groups[g][i]`: heads are dealt out among the ranks of groups[g]; KV goes from groups[g][i] to groups[g + 1][i]."""
 
 
-def ulysses(problem: Problem) -> Method:
-    """Every rank computes its heads of the whole sequence. Raises `PlanError` where heads are not cut for it."""
-    return _deal("ulysses", problem, [range(problem.cp_size)])
-
-
-def hierarchical(problem: Problem) -> Method:
-    """Heads dealt out inside domains, a ring across. Raises `PlanError` for unequal domains or uncut heads."""
-    return _deal("hierarchical", problem, equal_domains("hierarchical", problem.domains, "ring"))
-
-
-def hierarchical_ring_inside(problem: Problem) -> Method:
-    """Heads dealt out across domains, a ring inside. Raises `PlanError` for unequal domains or uncut heads."""
-    name = "hierarchical_ring_inside"
-    members = equal_domains(name, problem.domains, "ring")
-    return _deal(name, problem, list(zip(*members, strict=True)))
-
-
-def ulysses_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+def all_ranks_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
     """Heads for all ranks."""
-    return _shape("ulysses", domains.cp_size, num_heads, num_kv_heads)
+    return _shape(domains.cp_size, num_heads, num_kv_heads)
 
 
-def hierarchical_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+def domain_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
     """Heads for the ranks of a domain."""
-    members = equal_domains("hierarchical", domains, "ring")
-    return _shape("hierarchical", len(members[0]), num_heads, num_kv_heads)
+    members = equal_domains(domains, "ring")
+    return _shape(len(members[0]), num_heads, num_kv_heads)
 
 
-def hierarchical_ring_inside_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+def same_index_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
     """Heads for one rank of each domain."""
-    members = equal_domains("hierarchical_ring_inside", domains, "ring")
-    return _shape("hierarchical_ring_inside", len(members), num_heads, num_kv_heads)
+    members = equal_domains(domains, "ring")
+    return _shape(len(members), num_heads, num_kv_heads)
 
 
-def _shape(name: str, ways: int, num_heads: int, num_kv_heads: int) -> Shape:
+def _shape(ways: int, num_heads: int, num_kv_heads: int) -> Shape:
     """The fewest head groups by which `ways` ranks get equally many query heads and no KV head that they do not read.
 
     Each rank's KV heads are whole groups where `ways` divides their number; otherwise some heads are read by two
@@ -71,18 +54,45 @@ def _shape(name: str, ways: int, num_heads: int, num_kv_heads: int) -> Shape:
     """
     if num_heads % ways:
         raise PlanError(
-            f"{name} deals query heads out to {ways} ranks, but {num_heads} heads do not divide by {ways}; they "
+            f"deals query heads out to {ways} ranks, but {num_heads} heads do not divide by {ways}; they "
             f"would by {listing(divisors(num_heads))}, and ring takes any number of heads"
         )
     kv_head_groups = num_kv_heads if num_kv_heads % ways else ways
     return Shape(lcm(ways, kv_head_groups), kv_head_groups)
 
 
-def _deal(name: str, problem: Problem, groups: Groups) -> Method:
+@as_planner("arXiv:2309.14509", "an all-to-all over heads", shape=all_ranks_shape)
+def ulysses(problem: Problem) -> Method:
+    """Every rank computes its heads of the whole sequence. Raises `PlanError` where heads are not cut for it."""
+    return _deal(problem, [range(problem.cp_size)])
+
+
+@as_planner(
+    "arXiv:2405.07719",
+    "an all-to-all over heads inside each domain, a KV ring across",
+    shape=domain_shape,
+)
+def hierarchical(problem: Problem) -> Method:
+    """Heads dealt out inside domains, a ring across. Raises `PlanError` for unequal domains or uncut heads."""
+    return _deal(problem, equal_domains(problem.domains, "ring"))
+
+
+@as_planner(
+    "arXiv:2405.07719",
+    "an all-to-all over heads across domains, a KV ring inside each",
+    shape=same_index_shape,
+)
+def hierarchical_ring_inside(problem: Problem) -> Method:
+    """Heads dealt out across domains, a ring inside. Raises `PlanError` for unequal domains or uncut heads."""
+    members = equal_domains(problem.domains, "ring")
+    return _deal(problem, list(zip(*members, strict=True)))
+
+
+def _deal(problem: Problem, groups: Groups) -> Method:
     ways = len(groups[0])
     if problem.q_head_groups % ways:
         raise PlanError(
-            f"{name} deals query heads out to {ways} ranks, but the problem has {problem.q_head_groups} query head "
+            f"deals query heads out to {ways} ranks, but the problem has {problem.q_head_groups} query head "
             f"groups; a multiple of {ways} would work"
         )
     q_heads = np.arange(problem.q_head_groups)
@@ -97,7 +107,7 @@ def _deal(name: str, problem: Problem, groups: Groups) -> Method:
         steps = range(1, len(groups))
         routes.append(shard_routes(problem, "kv", rings, steps, home=homes, heads=read.tolist()))
     owner = _owner(problem, groups, dealt_to)
-    return one_phase(Decisions(name, problem, owner, tuple(routes)))
+    return one_phase(Decisions(problem, owner, tuple(routes)))
 
 
 def _all_to_all(groups: Groups, i: int) -> list[tuple[int, int]]:

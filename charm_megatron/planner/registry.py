@@ -1,129 +1,103 @@
-"""The planners by name, and how a problem is cut for each."""
+"""The planners by name, and how a problem is cut for each.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+A planner is a function with the decorator `as_planner`, whose name is the schedule's name: those of the modules beside
+this one, those that installed packages offer as entry points of the group `charm_megatron.planners`, and those that a
+program registers.
+"""
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from charm_megatron.errors import PlanError, nearest
-from charm_megatron.lowering.decisions import Method
-from charm_megatron.planner import charm, dist_flash, fetch, grid, heads, ring, tasp
-from charm_megatron.planner.common import Shape, uncut
+from charm_megatron.lowering.decisions import NamedMethod
+from charm_megatron.planner.common import Planner
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import Sharding, refine
 from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Mask
 
+ENTRY_POINTS = "charm_megatron.planners"
 
-@dataclass(frozen=True)
-class Planner:
-    """One schedule of the field.
+_registered: dict[str, Planner] = {}
+"""What the running program has added: the one thing that this module remembers."""
 
-    `make` turns a problem into a method; `shape` says how a problem must be cut for it, given the domains and the
-    numbers of query and KV heads. Both raise `PlanError` for what the schedule cannot do.
+
+@cache
+def shipped_planners() -> Mapping[str, Planner]:
+    """The planners of this package."""
+    package = __name__.rpartition(".")[0]
+    found: dict[str, Planner] = {}
+    for module in pkgutil.iter_modules(import_module(package).__path__):
+        made_there = vars(import_module(f"{package}.{module.name}")).values()
+        found |= {made.name: made for made in made_there if isinstance(made, Planner)}
+    return MappingProxyType(found)
+
+
+@cache
+def _installed_planners() -> Mapping[str, Planner]:
+    """The planners that installed packages offer. Raises `PlanError` for an entry point that is none."""
+    found: dict[str, Planner] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        offered = f"entry point {entry.name!r} of group {ENTRY_POINTS} ({entry.value})"
+        try:
+            made = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise PlanError(f"{offered} cannot be imported: {error}") from error
+        if not isinstance(made, Planner):
+            raise PlanError(f"{offered} is no planner; decorate the function with charm_megatron.as_planner")
+        found[made.name] = made
+    return MappingProxyType(found)
+
+
+def planners() -> Mapping[str, Planner]:
+    """All planners by name. Raises `PlanError` for two of one name."""
+    shipped, installed = shipped_planners(), _installed_planners()
+    for name in installed.keys() & shipped.keys():
+        raise PlanError(f"an installed package offers a planner {name!r}, but that name is taken")
+    return {**shipped, **installed, **_registered}
+
+
+def register_planner(planner: Planner) -> Planner:
+    """Adds a planner for the rest of the process; every rank of a job must do so. Returns it.
+
+    Raises `PlanError` for a name that another planner has.
     """
-
-    name: str
-    reference: str
-    summary: str
-    make: Callable[[Problem], Method]
-    shape: Callable[[Domains, int, int], Shape] = uncut
-
-
-_ALL = (
-    Planner("ring", "arXiv:2310.01889", "KV goes round, one hop a step", ring.ring),
-    Planner("pass_q", "arXiv:2411.01783", "Q goes round, partial outputs follow it home", ring.pass_q),
-    Planner("burst_backward", "arXiv:2403.09347", "KV goes round forward, Q backward", ring.burst_backward),
-    Planner(
-        "ring_self_attention",
-        "arXiv:2105.13120",
-        "K goes round for the logits of whole rows, then V for the outputs",
-        ring.ring_self_attention,
-    ),
-    Planner(
-        "double_ring",
-        "arXiv:2406.18485",
-        "a KV ring inside each domain, a ring of them across",
-        ring.double_ring,
-    ),
-    Planner("all_gather", "arXiv:2407.21783", "all KV at once, then one attention", fetch.all_gather),
-    Planner(
-        "merge", "CHARM+ paper, 3.1", "KV straight from one partner a step, in log2(n) levels", fetch.merge
-    ),
-    Planner("rm_plus", "CHARM+ paper, 3.2", "half of each level's partners swap Q, half KV", charm.rm_plus),
-    Planner(
-        "charm",
-        "CHARM+ paper, 3.3 and Figure 5",
-        "rm_plus inside each domain, its Q half once more for each other domain's Q",
-        charm.charm,
-    ),
-    Planner(
-        "charm_per_domain",
-        "CHARM+ paper, Figure 5",
-        "charm with KV exchanged again for each other domain's Q, not kept",
-        charm.charm_per_domain,
-    ),
-    Planner(
-        "charm_together",
-        "CHARM+ paper, Figure 3",
-        "rm_plus inside each domain, with the other domains' Q along",
-        charm.charm_together,
-    ),
-    Planner(
-        "dist_flash",
-        "arXiv:2310.03294",
-        "ranks that a causal mask leaves idle compute for later ones",
-        dist_flash.dist_flash,
-    ),
-    Planner("ulysses", "arXiv:2309.14509", "an all-to-all over heads", heads.ulysses, heads.ulysses_shape),
-    Planner(
-        "hierarchical",
-        "arXiv:2405.07719",
-        "an all-to-all over heads inside each domain, a KV ring across",
-        heads.hierarchical,
-        heads.hierarchical_shape,
-    ),
-    Planner(
-        "hierarchical_ring_inside",
-        "arXiv:2405.07719",
-        "an all-to-all over heads across domains, a KV ring inside each",
-        heads.hierarchical_ring_inside,
-        heads.hierarchical_ring_inside_shape,
-    ),
-    Planner(
-        "tasp",
-        "arXiv:2509.26541",
-        "KV in n - 1 parts along n - 1 edge-disjoint rings",
-        tasp.tasp,
-        tasp.tasp_shape,
-    ),
-    Planner("attention_2d", "arXiv:2503.15758", "Q gathered along rows, KV along columns", grid.attention_2d),
-    Planner("mesh", "arXiv:2512.20968", "Q round rows and KV round columns, one hop a step", grid.mesh),
-)
-
-PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
+    if not isinstance(planner, Planner):
+        raise PlanError(
+            f"{planner!r} is no planner; decorate the function with charm_megatron.as_planner, which says where the "
+            f"idea is from and what it is"
+        )
+    known = planners().get(planner.name)
+    if known is not None and known is not planner:
+        raise PlanError(f"there is a planner {planner.name!r} already; give the function another name")
+    _registered[planner.name] = planner
+    return planner
 
 
-def plan(name: str, problem: Problem) -> Method:
+def plan(name: str, problem: Problem) -> NamedMethod:
     """The method of the planner `name`. Raises `PlanError` for an unknown name or an unsupported problem."""
-    return _planner(name).make(problem)
-
-
-def shape(name: str, domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
-    """How a problem must be cut for the planner `name`.
-
-    Raises `PlanError`, saying what would work, for an unknown name, or domains and heads that it cannot cut.
-    """
-    return _planner(name).shape(domains, num_heads, num_kv_heads)
+    return _planner(name)(problem)
 
 
 def cut_problem(
     name: str, sharding: Sharding, domains: Domains, mask: Mask = CAUSAL, *, num_heads: int, num_kv_heads: int
 ) -> Problem:
-    """The problem cut as the planner `name` needs it. Raises `PlanError` as `shape` does."""
-    cut = shape(name, domains, num_heads, num_kv_heads)
-    return Problem(refine(sharding, cut.chunk_parts), domains, mask, cut.q_head_groups, cut.kv_head_groups)
+    """The problem cut as the planner `name` needs it.
+
+    Raises `PlanError`, saying what would work, for an unknown name, or domains and heads that it cannot cut.
+    """
+    shape = _planner(name).shape_for(domains, num_heads, num_kv_heads)
+    return Problem(
+        refine(sharding, shape.chunk_parts), domains, mask, shape.q_head_groups, shape.kv_head_groups
+    )
 
 
 def _planner(name: str) -> Planner:
-    if name not in PLANNERS:
-        raise PlanError(f"unknown schedule {name!r}{nearest(name, PLANNERS)}")
-    return PLANNERS[name]
+    known = planners()
+    if name not in known:
+        raise PlanError(f"unknown schedule {name!r}{nearest(name, known)}")
+    return known[name]

@@ -5,7 +5,15 @@ Columns are numpy arrays, so that a group of a thousand ranks is planned in seco
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from charm_megatron.schedule.piece import IntArray
+
+AT_HOME = -1
+"""The comm step in which a piece arrives at its home: before the first."""
+
+NEVER = np.iinfo(np.int64).max
+"""The comm step in which a piece arrives where it does not go."""
 
 
 @dataclass(frozen=True, eq=False)

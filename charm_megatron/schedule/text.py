@@ -7,7 +7,7 @@
     free kv1
 
 A piece is a payload (q, kv, o, g, dq, dkv), a chunk, `.head group` when not 0, and `<rank` for a partial result
-received from that rank; `~copy` marks a piece that comes once more. A post is identified by step and order. An
+received from that rank; `~copy` marks a piece that is resent. A post is identified by step and order. An
 attend without a mask word is of full blocks; `causal` is the lower triangle of chunks that meet themselves;
 `band LOWEST:HIGHEST` the elements (a, b) of one block with LOWEST <= a - b <= HIGHEST.
 """

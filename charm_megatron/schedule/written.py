@@ -34,7 +34,7 @@ def written_schedule(
     programs: Sequence[Program],
     options: PostOptions = PostOptions(),
 ) -> Schedule:
-    """A schedule from its programs, one a rank. It is as right as they are: check it before running it.
+    """A schedule from its programs, one per rank. It is as right as they are: check it before running it.
 
     Raises `ScheduleFault` for programs that name payload of another pass, or chunks and ranks that do not exist.
     """
@@ -43,7 +43,7 @@ def written_schedule(
     hops: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
     for rank, program in enumerate(programs):
-        step = -1
+        step = 0
         for action in program:
             match action:
                 case Post(key, sends, _):
@@ -57,7 +57,7 @@ def written_schedule(
                     for x in (*q, *kv):
                         _piece(name, problem, pass_, x)
                     blocks += [
-                        (a.chunk, b.chunk, a.head, rank, max(step, 0), b.copy)
+                        (a.chunk, b.chunk, a.head, rank, step, b.copy)
                         for a in q
                         for b in kv
                         if not (action.causal and b.chunk > a.chunk)

@@ -9,7 +9,7 @@ from typing import Any
 from charm_megatron.compile import compile_attention, is_schedule_file
 from charm_megatron.config import MegatronValue, RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import planners
 from charm_megatron.schedule.json_form import load_schedule
 from charm_megatron.topology import Domains, even_domains, one_domain
 from charm_megatron.topology.domain_file import load_groups
@@ -38,9 +38,9 @@ class JobFacts:
 
 def check_quickly(config: RunConfig) -> None:
     """The checks that need neither torch nor Megatron. Raises `InvalidInput`."""
-    if config.charm.schedule not in PLANNERS and not is_schedule_file(config.charm.schedule):
+    if config.charm.schedule not in planners() and not is_schedule_file(config.charm.schedule):
         raise ConfigError(
-            f"charm.schedule {config.charm.schedule!r} is unknown{nearest(config.charm.schedule, PLANNERS)}"
+            f"charm.schedule {config.charm.schedule!r} is unknown{nearest(config.charm.schedule, planners())}"
         )
     TextFolder.find(config.data.text)
 

@@ -99,7 +99,7 @@ def check_schedule(schedule: Schedule) -> CheckReport:
 
 
 def check_programs(name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]) -> CheckReport:
-    """Checks programs, one a rank, against the problem that they are to solve.
+    """Checks programs, one per rank, against the problem that they are to solve.
 
     Raises `ScheduleFault` with rank, action and piece of the first fault and the actions around it.
     """

@@ -17,8 +17,7 @@ from charm_megatron.schedule.payload import SIDES, Payload, Side
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import BoolArray
 from charm_megatron.schedule.schedule import Schedule
-
-NEVER = np.iinfo(np.int64).max
+from charm_megatron.schedule.tables import AT_HOME, NEVER
 
 
 def check_tables(schedule: Schedule) -> None:
@@ -81,7 +80,7 @@ class _Side:
         times[self.at_home] += 1
         self._require(times <= 1, "reaches this rank twice")
         arrive = np.full(self.num_states, NEVER)
-        arrive[self.at_home] = -1
+        arrive[self.at_home] = AT_HOME
         arrive[target] = hops.comm_step[rows]
         self._require_rows(arrive[source] < hops.comm_step[rows], source, "is sent before it has arrived")
         self._require_rows(

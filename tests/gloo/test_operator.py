@@ -18,7 +18,7 @@ from charm_megatron.errors import (
 )
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.planner import PLANNERS, plan
+from charm_megatron.planner import plan, shipped_planners
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.schedule.problem import Problem
@@ -30,6 +30,8 @@ from tests.full_attention import full_attention, relative_error
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
+
+PLANNERS = shipped_planners()
 
 BATCH, HEADS, HEAD_DIM, TOKENS_PER_CHUNK = 2, 4, 8, 6
 TENSORS = ("out", "lse", "dq", "dk", "dv")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from charm_megatron.kernels import (
     BlockKernel,
+    BlockSizes,
     ReferenceKernel,
     TorchCpuKernel,
     TorchCudaKernel,
@@ -329,7 +330,7 @@ def test_cuda_operators_accept_our_arguments_and_give_the_promised_shapes(
 def test_flash_attention_on_cuda_equals_float64_autograd(
     dtype: torch.dtype, d: int, d_v: int, group: int, causal: bool
 ) -> None:
-    kernel = select_kernel("torch", "cuda", dtype, d, d_v).kernel
+    kernel = select_kernel("torch", BlockSizes("cuda", dtype, d, d_v)).kernel
     case = make_case(s_q=200, s_k=200, group=group, d=d, d_v=d_v, dtype=dtype, causal=causal, device="cuda")
     assert_right(kernel, case)
 

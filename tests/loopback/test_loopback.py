@@ -13,7 +13,7 @@ from charm_megatron.errors import PlanError, ScheduleFault
 from charm_megatron.executor.loopback import LoopbackGroup
 from charm_megatron.kernels import ReferenceKernel
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.planner import PLANNERS, cut_problem, plan
+from charm_megatron.planner import cut_problem, plan, shipped_planners
 from charm_megatron.schedule.passes import DIRECTIONS, FORWARD, Direction
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import parse_program
@@ -24,6 +24,8 @@ from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import full_attention, relative_error
 
 pytestmark = pytest.mark.torch
+
+PLANNERS = shipped_planners()
 
 HEADS, HEAD_DIM = 12, 4
 SCALE = HEAD_DIM**-0.5

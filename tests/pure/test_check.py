@@ -192,7 +192,7 @@ def test_routes_that_contradict_each_other_are_refused(rows, message):
     owner = owner_by_homes(made, [[0, 1, 2], [1, 1, 1], [2, 2, 2]])
     routes = tuple(shard_routes(made, side, [path], steps, home=[home]) for side, home, path, steps in rows)
     with pytest.raises(ScheduleFault, match=message):
-        make_schedule(Decisions("wrong", made, owner, routes), FORWARD)
+        make_schedule("wrong", Decisions(made, owner, routes), FORWARD)
 
 
 def test_the_program_checker_and_the_parser_agree_on_words():

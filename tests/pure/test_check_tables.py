@@ -8,7 +8,7 @@ import pytest
 
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.planner import PLANNERS, cut_problem, plan
+from charm_megatron.planner import cut_problem, plan, shipped_planners
 from charm_megatron.schedule.tables import Hops
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
@@ -17,6 +17,8 @@ from charm_megatron.verify.tables import check_tables
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 
 def schedules(name, num_domains, size, direction, layout="contiguous", mask=CAUSAL):

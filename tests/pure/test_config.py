@@ -32,7 +32,7 @@ def test_a_file_is_read_and_settings_are_applied_in_order(tmp_path):
         ("charm: {shedule: ring}", "unknown key 'charm.shedule'; did you mean 'schedule'?"),
         ("lunch: {ranks: 2}", "unknown key 'lunch'; did you mean 'launch'?"),
         ("charm: {domains: none}", "charm.domains"),
-        ("charm: {kernel: flash9}", "but is 'flash9'"),
+        ("charm: {out_return_dtype: fp8}", "but is 'fp8'"),
         ("launch: {ranks: 0}", "launch.ranks: input should be greater than 0, but is 0"),
         ("- a\n- b", "is not a mapping of sections but list"),
         ("a: [", "is not YAML"),

@@ -13,7 +13,7 @@ from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.cost.report import longest_chain, num_pairs, report
 from charm_megatron.cost.timeline import evaluate
 from charm_megatron.cost.wire import make_wire_format
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import shipped_planners
 from charm_megatron.schedule.actions import Piece
 from charm_megatron.schedule.passes import FORWARD
 from charm_megatron.schedule.schedule import PostOptions
@@ -28,6 +28,8 @@ from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.planned import cut, schedule, schedules
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 KV_BYTES, DKV_BYTES = 128, 256  # 8 tokens, 1 head, 4 + 4 numbers in bfloat16 or float32
 Q_BYTES, OUT_BYTES = 128, 192  # 8 tokens, 2 heads, 4 numbers; out with lse

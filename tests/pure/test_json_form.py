@@ -7,7 +7,7 @@ import pytest
 
 from charm_megatron.errors import InvalidInput, ScheduleFault, ScheduleSyntaxError
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.planner import PLANNERS, cut_problem, plan
+from charm_megatron.planner import cut_problem, plan, shipped_planners
 from charm_megatron.schedule.json_form import from_json, load_schedule, to_json
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
@@ -15,6 +15,8 @@ from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import NO_MASK, Mask
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 
 def written(name, size=3, mask=NO_MASK, layout="contiguous"):

@@ -11,10 +11,12 @@ from charm_megatron.cli.errors import ends_in_sentences
 from charm_megatron.cli.plan import plan_command
 from charm_megatron.cli.planning import write_atomically
 from charm_megatron.errors import InvalidInput
-from charm_megatron.planner import PLANNERS
+from charm_megatron.planner import shipped_planners
 from charm_megatron.units import bytes_text
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 SMALL = [
     "--nodes",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from charm_megatron.cost.wire import make_wire_format, traffic
 from charm_megatron.errors import PlanError
-from charm_megatron.planner import plan, shape
+from charm_megatron.planner import plan, shipped_planners
 from charm_megatron.planner.grid import hop_order, rows_of
 from charm_megatron.planner.hamiltonian import hamiltonian_rings
 from charm_megatron.schedule.problem import Problem
@@ -163,7 +163,7 @@ def test_tasp_refuses_4_and_6_ranks_which_have_no_such_rings(size):
     with pytest.raises(
         PlanError, match=f"{size} ranks have no {size - 1} edge-disjoint.*ring takes any"
     ) as raised:
-        shape("tasp", one_domain(size), 8, 8)
+        shipped_planners()["tasp"].shape_for(one_domain(size), 8, 8)
     assert_is_one_sentence(raised.value)
 
 
@@ -181,8 +181,8 @@ def test_tasp_sends_equally_much_over_every_directed_link_in_every_step(size):
 
 def test_tasp_notes_when_a_shard_has_too_few_chunks_for_all_rings():
     problem = Problem(make_sharding("zigzag", 5, 40), one_domain(5))
-    assert plan("tasp", problem).notes == ("tasp: a shard of 2 chunks leaves 2 of 4 rings empty",)
-    assert plan("tasp", cut("tasp", one_domain(5), "zigzag", CAUSAL)).notes == ()
+    assert plan("tasp", problem).method.notes == ("a shard of 2 chunks leaves 2 of 4 rings empty",)
+    assert plan("tasp", cut("tasp", one_domain(5), "zigzag", CAUSAL)).method.notes == ()
 
 
 def test_a_grid_is_the_most_square_one_or_has_equal_domains_as_its_rows():
@@ -191,7 +191,7 @@ def test_a_grid_is_the_most_square_one_or_has_equal_domains_as_its_rows():
     assert rows_of(even_domains(8, 2)) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert np.shape(rows_of(even_domains(8, 8))) == (4, 2)
     assert rows_of(Domains((0, 1, 0, 1, 0, 0))) == ((0, 2), (4, 5), (1, 3))
-    assert "unequal domains are no rows" in plan("mesh", cut("mesh", UNEQUAL)).notes[0]
+    assert "domains of different sizes cannot be rows" in plan("mesh", cut("mesh", UNEQUAL)).method.notes[0]
 
 
 @pytest.mark.parametrize("name", ["attention_2d", "mesh"])

@@ -4,7 +4,7 @@ import pytest
 
 from charm_megatron.errors import ScheduleSyntaxError
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.planner import PLANNERS, cut_problem, plan
+from charm_megatron.planner import cut_problem, plan, shipped_planners
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.text import format_schedule, parse_action, parse_program
 from charm_megatron.sharding import make_sharding
@@ -12,6 +12,8 @@ from charm_megatron.topology import even_domains
 from charm_megatron.workload import CAUSAL, Mask
 
 pytestmark = pytest.mark.pure
+
+PLANNERS = shipped_planners()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

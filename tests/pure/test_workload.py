@@ -102,7 +102,7 @@ def test_a_misspelt_mask_names_the_nearest():
     [
         ({"num_heads": 3, "num_kv_heads": 2}, "3 query heads cannot share 2 KV heads evenly"),
         ({"batch": 0}, "batch must be at least 1, but is 0"),
-        ({"dtype": "bfloat"}, "unknown dtype 'bfloat'; did you mean 'bfloat16'"),
+        ({"dtype": "bfloat"}, "of dtype float64, float32, bfloat16 or float16, but they are bfloat"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):

@@ -1,0 +1,168 @@
+"""The functions of the package's face, on real ranks over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import charm_megatron as cm
+from charm_megatron.errors import InvalidInput
+from tests.full_attention import full_attention, relative_error
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+SEQ_LEN, HEADS, KV_HEADS, WIDTH = 32, 4, 2, 8
+DOCUMENTS = (8, 24)
+
+
+def inputs():
+    random = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(SEQ_LEN, 2, h, WIDTH, dtype=torch.float64, generator=random) for h in heads]
+
+
+def attention_case(rank, size, mask, schedule, layout, documents):
+    group = dist.new_group()
+    where = {"group": group, "layout": layout, "documents": documents}
+    q, k, v, dout = inputs()
+    leaves = [cm.shard(x, **where).requires_grad_() for x in (q, k, v)]
+    out = cm.context_parallel_attention(
+        *leaves, group=group, mask=mask, schedule=schedule, layout=layout, domains=2
+    )
+    grads = torch.autograd.grad(out, leaves, cm.shard(dout, **where))
+    return [cm.unshard(x, **where) for x in (out, *grads)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "schedule", "layout", "documents"),
+    [
+        ("causal", "charm", "zigzag", ()),
+        ("none", "ulysses", "contiguous", ()),
+        (cm.Mask(5, 0, DOCUMENTS), "ring", "document_zigzag", DOCUMENTS),
+    ],
+)
+def test_a_split_sequence_has_the_attention_and_gradients_of_the_whole(mask, schedule, layout, documents):
+    q, k, v, dout = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    whole = {"causal": cm.Mask(), "none": cm.Mask(None, None)}.get(str(mask), mask)
+    out, _ = full_attention(*leaves, whole)
+    wanted = [out, *torch.autograd.grad(out, leaves, dout)]
+    for got in run_ranks(attention_case, 4 if not documents else 2, mask, schedule, layout, documents):
+        assert max(relative_error(a, b) for a, b in zip(got, wanted, strict=True)) < 1e-12
+
+
+def positions_case(rank, size):
+    tokens = torch.arange(SEQ_LEN)
+    cases = (("zigzag", ()), ("striped", ()), ("document_zigzag", DOCUMENTS), ("contiguous", DOCUMENTS))
+    return [
+        (
+            cm.positions(SEQ_LEN, group=None, layout=layout, documents=documents).tolist(),
+            cm.shard(tokens, group=None, layout=layout, documents=documents).tolist(),
+            cm.shard(tokens[None], group=None, layout=layout, dim=1, documents=documents)[0].tolist(),
+            cm.unshard(
+                cm.shard(tokens, group=None, layout=layout, documents=documents),
+                group=None,
+                layout=layout,
+                documents=documents,
+            ).tolist(),
+            documents,
+        )
+        for layout, documents in cases
+    ]
+
+
+def test_positions_are_those_of_the_shards_tokens_and_unshard_puts_them_back():
+    for cases in run_ranks(positions_case, 2):
+        for positions, tokens, tokens_along_1, whole, documents in cases:
+            start = documents[0] if documents else SEQ_LEN
+            assert positions == [token if token < start else token - start for token in tokens]
+            assert tokens_along_1 == tokens
+            assert whole == list(range(SEQ_LEN))
+
+
+def refusals_case(rank, size):
+    q = torch.zeros(8, 1, 2, 4)
+    destroyed = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    other = dist.new_group([0])
+    said = {}
+
+    def call(label, *tensors, **settings):
+        try:
+            cm.context_parallel_attention(*(tensors or (q, q, q)), **{"group": None, **settings})
+        except InvalidInput as error:
+            said[label] = str(error)
+
+    call("a mask misspelt", mask="casual")
+    call("no mask", mask=None)
+    call("a scale of 0", softmax_scale=0.0)
+    call("a negative scale", softmax_scale=-0.5)
+    call("NaN as scale", softmax_scale=float("nan"))
+    call("float8", *[q.to(torch.float8_e4m3fn)] * 3)
+    call("a list", q, q, [1.0])
+    call("a destroyed group", group=destroyed)
+    call("a number as group", group=3)
+    call("a setting misspelt", domian=2)
+    call("a kernel misspelt", kernel="torhc")
+    call("no domain", domains=0)
+    call("three dimensions", q[0], q[0], q[0])
+    if rank == 1:
+        call("a group of others", group=other)
+    try:
+        cm.Mask(documents=[4, 4])
+    except InvalidInput as error:
+        said["documents as a list"] = str(error)
+    try:
+        cm.shard(torch.zeros(7), group=None)
+    except InvalidInput as error:
+        said["a length that does not divide"] = str(error)
+    return said
+
+
+REFUSALS = {
+    "a mask misspelt": "did you mean 'causal'?",
+    "no mask": "a mask is a Mask or a word such as 'causal' or 'none', but is NoneType None",
+    "a scale of 0": "softmax_scale must be positive and finite, but is 0.0",
+    "a negative scale": "softmax_scale must be positive and finite, but is -0.5",
+    "NaN as scale": "softmax_scale must be positive and finite, but is nan",
+    "float8": "takes tensors of dtype float64, float32, bfloat16 or float16, but they are float8_e4m3fn",
+    "a list": "attention takes tensors, but v is list",
+    "a destroyed group": "the group was destroyed; make another one with new_group",
+    "a number as group": "group is a torch.distributed.ProcessGroup or None, but is int",
+    "a setting misspelt": "unknown key 'domian'; did you mean 'domains'?",
+    "a kernel misspelt": "unknown kernel 'torhc'; did you mean 'torch'?",
+    "no domain": "domains: input should be 'hosts', 'numa' or 'nvlink', or input should be greater than 0",
+    "three dimensions": "attention takes tensors [tokens, batch, heads, width], but got q [1, 2, 4]",
+    "documents as a list": "documents are a tuple of lengths in tokens, but are list [4, 4]",
+    "a length that does not divide": "must be a multiple of 4, such as 4 or 8",
+}
+
+
+def test_bad_input_is_refused_in_one_sentence_on_every_rank():
+    for rank, said in enumerate(run_ranks(refusals_case, 2)):
+        wanted = REFUSALS | ({"a group of others": "this process is not in the group"} if rank == 1 else {})
+        assert said.keys() == wanted.keys()
+        for label, words in wanted.items():
+            assert words in said[label], label
+            assert "\n" not in said[label]
+
+
+def forget_case(rank, size):
+    runtime = cm.AttentionRuntime(cm.CharmConfig(domains=1, deadline_s=60))
+    q = torch.ones(8, 1, 2, 4)
+    sent = []
+    for _ in range(3):
+        group = dist.new_group()
+        runtime.attention(q, q, q, group=group)
+        sent.append(runtime.num_bytes_sent_to_all)
+        runtime.forget(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return sent, runtime.num_bytes_sent_to_all
+
+
+def test_a_forgotten_group_leaves_nothing_behind():
+    for sent, left in run_ranks(forget_case, 2):
+        assert sent[0] > 0
+        assert sent == [sent[0]] * 3
+        assert left == 0
