@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from charm_megatron.bench.operator import PASSES
 from charm_megatron.cli.main import app
 from charm_megatron.processes.ports import free_port
+from charm_megatron.schedule.passes import DIRECTIONS
 
 pytestmark = pytest.mark.gloo
 
@@ -92,7 +92,7 @@ def test_one_node_is_one_domain_and_rank_0_alone_prints_and_writes(tmp_path: Pat
     assert stdout.count("charm") == 2, "one row a pass"
     assert "rror" not in stderr, stderr
     rows = json.loads(files["json"].read_text("utf-8"))
-    assert [(row["schedule"], row["pass"]) for row in rows] == list(product(("ring", "charm"), PASSES))
+    assert [(row["schedule"], row["pass"]) for row in rows] == list(product(("ring", "charm"), DIRECTIONS))
     assert all(0 < row["error"] < 1e-5 for row in rows)
     with files["csv"].open(encoding="utf-8", newline="") as file:
         assert [row["network"] for row in csv.DictReader(file)] == ["1 x 2 ranks of this job"] * 4
