@@ -19,6 +19,7 @@ from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.groups import group_place
 from charm_megatron.executor.machine import Machine
+from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.schedule.passes import DIRECTIONS
@@ -78,7 +79,7 @@ class _Group:
 
     domains: Domains
     domains_reason: str
-    transport: GroupTransport
+    transport: Stopwatch
     pools: dict[torch.device, BufferPool]
     agreed: dict[tuple[Workload, str, torch.device], _Agreed]
 
@@ -93,6 +94,7 @@ class AttentionRuntime:
         self.config = config
         self._machine = machine or Machine()
         self._groups: dict[dist.ProcessGroup, _Group] = {}
+        self._is_timed = False
 
     def attention(
         self,
@@ -169,9 +171,15 @@ class AttentionRuntime:
         """Bytes that this rank has posted to its peers in `group` so far."""
         return self._groups[group].transport.num_bytes_sent if group in self._groups else 0
 
+    def time_waits(self) -> None:
+        """From now on waits for transfers are timed; on a GPU that costs two events each."""
+        self._is_timed = True
+        for known in self._groups.values():
+            known.transport.is_running = True
+
     @property
     def exposed_s(self) -> float:
-        """Seconds that this rank has stood still for transfers so far, in all groups."""
+        """Seconds that this rank has stood still for transfers since `time_waits`, in all groups."""
         return sum(known.transport.exposed_s for known in self._groups.values())
 
     @property
@@ -184,7 +192,7 @@ class AttentionRuntime:
     def _group(self, group: dist.ProcessGroup, device: torch.device) -> _Group:
         if group not in self._groups:
             domains, reason = find_domains(group, self.config.domains, device, self._machine)
-            transport = GroupTransport(group, self.config.deadline_s)
+            transport = Stopwatch(GroupTransport(group, self.config.deadline_s), is_running=self._is_timed)
             self._groups[group] = _Group(domains, reason, transport, {}, {})
         return self._groups[group]
 

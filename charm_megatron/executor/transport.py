@@ -1,12 +1,10 @@
 """Point-to-point transfers of a group, started together and waited for together."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +20,10 @@ class Transport(Protocol):
     Between two ranks transfers match in the order in which they were posted.
     """
 
-    num_bytes_sent: int
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes posted so far."""
+        ...
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> object:
         """Starts transfers together and returns a handle. Their tensors must not be touched until `wait`."""
@@ -45,12 +46,10 @@ class GroupTransport:
     group: dist.ProcessGroup
     deadline_s: float
     num_bytes_sent: int = 0
-    _blocks_host: bool = field(init=False)
-    _waited_s: float = 0.0
-    _marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    blocks_host: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._blocks_host = dist.get_backend(self.group) == "gloo"
+        self.blocks_host = dist.get_backend(self.group) == "gloo"
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> list[dist.Work]:
         ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in recvs]
@@ -60,29 +59,11 @@ class GroupTransport:
 
     def wait(self, handle: object) -> None:
         assert isinstance(handle, list)
-        if self._blocks_host:
-            started_s = time.perf_counter()
-            for work in handle:
-                self._wait_blocking(work)
-            self._waited_s += time.perf_counter() - started_s
-            return
-        before, after = _timing_event(), _timing_event()
-        before.record()
         for work in handle:
-            work.wait()
-        after.record()
-        self._marks.append((before, after))
-
-    @property
-    def exposed_s(self) -> float:
-        """Exposed communication: how long the host (gloo) or the stream (NCCL) has stood still for transfers so far.
-
-        On NCCL only waits that have passed on the device by now are counted.
-        """
-        while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
-            before, after = self._marks.pop(0)
-            self._waited_s += before.elapsed_time(after) / 1e3
-        return self._waited_s
+            if self.blocks_host:
+                self._wait_blocking(work)
+            else:
+                work.wait()
 
     def _wait_blocking(self, work: dist.Work) -> None:
         try:
@@ -93,7 +74,3 @@ class GroupTransport:
                 f"rank {rank} of the context-parallel group gave up a transfer (deadline {self.deadline_s:g} s): "
                 f"{str(error).splitlines()[0]}; a peer has failed or is in another call"
             ) from error
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

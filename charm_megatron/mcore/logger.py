@@ -23,6 +23,7 @@ EXPOSED = "charm/exposed-communication-s-per-iteration"
 def numbers_in_megatron_logs(attention: SplitAttention) -> Iterator[None]:
     """Adds to what Megatron's training loop logs inside the block; to nothing where there is no such loop."""
     with ExitStack() as stack:
+        attention.runtime.time_waits()
         try:
             stack.enter_context(wrapped(TRAINING_LOG, functools.partial(_with_numbers, attention)))
         except MissingTarget as error:

@@ -256,6 +256,7 @@ def test_ranks_with_different_schedules_say_so_before_the_first_transfer():
 
 def waiting(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=60))
+    runtime.time_waits()
     run_case(runtime, rank, size)
     before_s = runtime.exposed_s
     if rank:

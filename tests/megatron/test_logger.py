@@ -16,7 +16,9 @@ pytestmark = pytest.mark.megatron
 
 
 def test_bytes_of_an_iteration_and_the_schedule_are_written() -> None:
-    attention = SplitAttention(SimpleNamespace(num_bytes_sent_to_all=0, exposed_s=0.0))  # type: ignore[arg-type]
+    attention = SplitAttention(
+        SimpleNamespace(num_bytes_sent_to_all=0, exposed_s=0.0, time_waits=lambda: None)
+    )  # type: ignore[arg-type]
     attention.schedule_name = "charm"
     tensorboard, wandb, original = mock.Mock(), mock.Mock(), mock.Mock(return_value="report")
     module, name = resolve(TRAINING_LOG)
@@ -49,7 +51,7 @@ def test_bytes_of_an_iteration_and_the_schedule_are_written() -> None:
 
 def test_another_training_loop_is_left_alone() -> None:
     said: list[str] = []
-    attention = SplitAttention(SimpleNamespace(), Notices(said.append))  # type: ignore[arg-type]
+    attention = SplitAttention(SimpleNamespace(time_waits=lambda: None), Notices(said.append))  # type: ignore[arg-type]
     with (
         mock.patch("charm_megatron.mcore.logger.TRAINING_LOG", "megatron.training.training:absent"),
         numbers_in_megatron_logs(attention),
