@@ -45,7 +45,7 @@ class CharmConfig(Section):
     domains: Literal["hosts", "numa", "nvlink"] | PositiveInt | DomainFile = Field(
         "hosts",
         description="How the ranks of a context-parallel group fall into domains of fast links: one per host, right "
-        "where its GPUs are all connected alike; one a NUMA node of a host; one an island of NVLink, where a host "
+        "where its GPUs are all connected alike; one per NUMA node of a host; one per island of NVLink, where a host "
         "has several; this many of equal size (so that one machine can stand for several); or as a YAML file lists "
         "hosts.",
     )

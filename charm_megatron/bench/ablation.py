@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from charm_megatron.bench.operator import OperatorCase, OperatorRow
+from charm_megatron.bench.case import OperatorCase, OperatorRow
 from charm_megatron.bench.suites import HEAD_DIM, HEADS, SETTINGS, Race
 from charm_megatron.paper.tables_4_8 import TABLE_4, Ablation
 from charm_megatron.schedule.passes import Direction
@@ -11,11 +11,11 @@ from charm_megatron.testbed.profile import Profile, load_profile
 from charm_megatron.workload import NO_MASK, Workload
 
 RATIOS = (0.25, 1.0)
-"""CCRs as far apart as the paper's two lengths, 1792 and 7168 tokens, with which they grow."""
+"""CCRs as far apart as the two lengths of Table 4, with which CCR grows."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class PaperNetwork:
     """A network that stands for one of the paper's."""
 
     title: str
@@ -31,36 +31,36 @@ class Setting:
         return [row for row in TABLE_4 if (row.num_gpus, row.gpu, row.crosses) == key]
 
 
-def settings() -> tuple[Setting, ...]:
+def paper_networks() -> tuple[PaperNetwork, ...]:
     """All five, in the paper's order."""
     pcie, nodes, flat = (load_profile(name) for name in ("pcie_numa_2x4", "nvlink_2x4", "flat_8"))
     alone = {"domains": 1, "across_bytes_per_s": None, "nic": "rank"}
     return (
-        Setting("one PCIe domain", pcie.model_copy(update={**alone, "name": "pcie_4"}), 4, "L20", False),
-        Setting("two PCIe domains", pcie, 8, "L20", True),
-        Setting(
+        PaperNetwork("one PCIe domain", pcie.model_copy(update={**alone, "name": "pcie_4"}), 4, "L20", False),
+        PaperNetwork("two PCIe domains", pcie, 8, "L20", True),
+        PaperNetwork(
             "one node, 4", flat.model_copy(update={"name": "flat_4", "ranks_per_domain": 4}), 4, "H20", False
         ),
-        Setting("one node, 8", flat, 8, "H20", False),
-        Setting("two nodes", nodes, 16, "H20", True),
+        PaperNetwork("one node, 8", flat, 8, "H20", False),
+        PaperNetwork("two nodes", nodes, 16, "H20", True),
     )
 
 
-def race(setting: Setting, *, tokens_per_rank: int, repetitions: int) -> Race:
+def race(network: PaperNetwork, *, tokens_per_rank: int, repetitions: int) -> Race:
     """Charm takes part where there are domains to cross, as in the paper."""
     workload = Workload(
-        1, tokens_per_rank * setting.profile.num_ranks, HEADS, HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", NO_MASK
+        1, tokens_per_rank * network.profile.num_ranks, HEADS, HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", NO_MASK
     )
-    schedules = ("ring", "rm_plus", *(("charm",) if setting.crosses else ()))
+    schedules = ("ring", "rm_plus", *(("charm",) if network.crosses else ()))
     case = OperatorCase(workload, schedules, "contiguous", SETTINGS, repetitions=repetitions)
-    return Race(setting.title, setting.profile, case, RATIOS)
+    return Race(network.title, network.profile, case, RATIOS)
 
 
 @dataclass(frozen=True)
 class AblationRow:
     """Speed-up over the ring of one schedule: measured here, and the paper's forward pass; None where it has none."""
 
-    setting: Setting
+    network: PaperNetwork
     seq_len: int
     ccr: float
     schedule: str
@@ -69,10 +69,10 @@ class AblationRow:
     paper: float | None
 
 
-def compare(setting: Setting, rows: Sequence[OperatorRow]) -> list[AblationRow]:
-    """What a race of this setting gave beside the paper."""
+def compare(network: PaperNetwork, rows: Sequence[OperatorRow]) -> list[AblationRow]:
+    """The ratios of a race on this network, beside the paper's."""
     compared = []
-    for ccr, paper in zip(RATIOS, setting.paper, strict=True):
+    for ccr, paper in zip(RATIOS, network.paper, strict=True):
         theirs = {"rm_plus": paper.rm_plus_ms, "charm": paper.charm_ms}
         for name, time_ms in theirs.items():
             ours = {
@@ -83,5 +83,5 @@ def compare(setting: Setting, rows: Sequence[OperatorRow]) -> list[AblationRow]:
             forward, backward = ours.get(Direction.FORWARD), ours.get(Direction.BACKWARD)
             if forward is not None and backward is not None:
                 ratio = None if time_ms is None else paper.ring_ms / time_ms
-                compared.append(AblationRow(setting, paper.seq_len, ccr, name, forward, backward, ratio))
+                compared.append(AblationRow(network, paper.seq_len, ccr, name, forward, backward, ratio))
     return compared

@@ -8,10 +8,10 @@ import numpy as np
 
 from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.errors import TopologyError
+from charm_megatron.processes.environment import launched_rank
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.testbed.network import Network
-from charm_megatron.testbed.profile import Link as SharedLink
-from charm_megatron.testbed.profile import Profile
+from charm_megatron.testbed.profile import Profile, SharedLink
 from charm_megatron.topology import Domains, even_domains
 
 
@@ -79,19 +79,14 @@ def cluster_on(net: Network) -> Cluster:
 
 
 def launched_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None:
-    """The job that this process is a rank of, one domain a node; None where it is none.
+    """The job that this process is a rank of, one domain per node; None where it is not.
 
-    Raises `TopologyError` where its nodes have different numbers of ranks, or the variables are no numbers.
+    Raises `TopologyError` where its nodes have different numbers of ranks, or the variables are not numbers.
     """
-    variables = os.environ if environment is None else environment
-    if not {"RANK", "WORLD_SIZE"} <= variables.keys():
+    placement = launched_rank(os.environ if environment is None else environment)
+    if placement is None:
         return None
-    numbers = [variables["WORLD_SIZE"], variables.get("LOCAL_WORLD_SIZE", "1")]
-    if not all(number.isdigit() and int(number) for number in numbers):
-        raise TopologyError(
-            f"WORLD_SIZE and LOCAL_WORLD_SIZE are numbers of ranks, but are {' and '.join(numbers)}"
-        )
-    world_size, per_node = map(int, numbers)
+    world_size, per_node = placement.world_size, placement.local_world_size
     if world_size % per_node:
         raise TopologyError(f"{world_size} ranks do not fill nodes of {per_node} ranks (LOCAL_WORLD_SIZE)")
     return Cluster(world_size // per_node, per_node, is_launched=True)

@@ -14,7 +14,7 @@ from charm_megatron.workload import Band
 
 
 class ModelledKernel:
-    """Waits as long as a device with these rates, in FLOP/s, would compute; infinite: not at all. Gives zeros."""
+    """Waits as long as a device with these rates, in FLOP/s, would compute; infinite: not at all. Returns zeros."""
 
     name = "modelled"
 

@@ -5,7 +5,7 @@ subtracts unsharded attention: torch's operator in the model's dtype, as the pap
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.ranks import Tell, run_on_ranks
+from charm_megatron.bench.ranks import run_on_ranks
+from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.executor.runtime import AttentionRuntime
 from charm_megatron.kernels.unsharded import (
@@ -23,24 +24,42 @@ from charm_megatron.kernels.unsharded import (
     flash_attention,
     unsharded_attention,
 )
+from charm_megatron.log import Log, silent
 from charm_megatron.sharding import make_sharding
 from charm_megatron.workload import Workload
 
 UNSHARDED = "unsharded"
-"""The contestant that is torch's operator on the whole sequence: the error of the dtype itself."""
+"""The implementation that is torch's operator on the whole sequence: its error is that of the dtype itself."""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A schedule, and the widths of what it returns."""
+class ScheduleVariant:
+    """A schedule, and the dtypes in which its partial results travel home."""
 
     schedule: str
     out_return_dtype: str
     grad_return_dtype: str
 
+    def settings(self, num_domains: int) -> CharmConfig:
+        """The settings of an attention runtime."""
+        return CharmConfig.model_validate(
+            {
+                "schedule": self.schedule,
+                "domains": num_domains,
+                "out_return_dtype": self.out_return_dtype,
+                "grad_return_dtype": self.grad_return_dtype,
+            }
+        )
+
     def __str__(self) -> str:
         widths = {"model": "narrow", "float32": "wide"}
         return f"{self.schedule}, {widths[self.out_return_dtype]} out, {widths[self.grad_return_dtype]} gradients"
+
+
+def variants_of(schedules: Sequence[str]) -> tuple[ScheduleVariant, ...]:
+    """Each schedule with all results narrow, with gradients wide, and with all wide."""
+    dtypes = (("model", "model"), ("model", "float32"), ("float32", "float32"))
+    return tuple(ScheduleVariant(name, *pair) for name in schedules for pair in dtypes)
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class NumericsRow:
     `to_flash` and `to_float64` are (largest, mean): to torch's operator on the whole sequence, and to float64.
     """
 
-    contender: str
+    implementation: str
     tensor: str
     to_flash: tuple[float, float] | None
     to_float64: tuple[float, float]
@@ -61,41 +80,34 @@ class NumericsCase:
     """What to draw, how often, and who runs."""
 
     workload: Workload
-    contenders: tuple[Contender, ...]
+    variants: tuple[ScheduleVariant, ...]
     num_draws: int
     layout: str
 
 
-def measure_numerics(
-    case: NumericsCase, cluster: Cluster, progress: Tell = lambda line: None
-) -> list[NumericsRow]:
-    """Runs all draws on all ranks."""
+def measure_numerics(case: NumericsCase, cluster: Cluster, progress: Log = silent) -> list[NumericsRow]:
+    """Runs all draws on all ranks. Raises `InvalidInput`, before any rank starts, for a schedule that cannot be."""
+    for variant in case.variants:
+        compile_attention(variant.settings(cluster.num_domains), cluster.domains, case.workload, case.layout)
     results = run_on_ranks(_measure, cluster, case, cluster.num_domains, progress=progress)
     return [] if results is None else results[0]
 
 
-def _measure(
-    tell: Tell, rank: int, num_ranks: int, case: NumericsCase, num_domains: int
-) -> list[NumericsRow]:
+def _measure(log: Log, rank: int, num_ranks: int, case: NumericsCase, num_domains: int) -> list[NumericsRow]:
     group = dist.group.WORLD
     assert group is not None
     workload = case.workload
-    calls = {}
-    for contender in case.contenders:
-        settings = CharmConfig.model_validate(
-            {
-                "schedule": contender.schedule,
-                "domains": num_domains,
-                "out_return_dtype": contender.out_return_dtype,
-                "grad_return_dtype": contender.grad_return_dtype,
-            }
+    calls = {
+        str(variant): AttentionRuntime(variant.settings(num_domains)).call(
+            group, workload, layout=case.layout
         )
-        calls[str(contender)] = AttentionRuntime(settings).call(group, workload, layout=case.layout)
+        for variant in case.variants
+    }
     tokens = make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
     scale = workload.softmax_scale
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for draw in range(case.num_draws):
-        tell(f"draw {draw + 1} of {case.num_draws}")
+        log(f"draw {draw + 1} of {case.num_draws}")
         whole = draw_shard(draw, workload.seq_len, workload)  # the same on every rank
         q, k, v, dout = (x[list(tokens[rank])] for x in whole)
         got = {}
@@ -118,7 +130,7 @@ def _measure(
 
 
 def _gather(part: Tensor, rank: int, num_ranks: int, tokens: tuple[tuple[int, ...], ...]) -> Tensor | None:
-    """The whole of what the ranks hold, on rank 0; in float64, as gloo gathers no bfloat16 everywhere."""
+    """The whole of what the ranks hold, on rank 0; in float64, since not every gloo gathers bfloat16."""
     wide = part.detach().double().contiguous()
     parts = [torch.empty_like(wide) for _ in range(num_ranks)] if rank == 0 else None
     dist.gather(wide, parts)

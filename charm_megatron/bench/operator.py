@@ -8,156 +8,34 @@ after the other at full rate, and nothing else to pay.
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from charm_megatron.bench.case import OperatorCase, OperatorRow, RankTimes, TimingKey, TokensByRank, shard_of
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.ranks import Tell, job_backend, run_on_ranks
-from charm_megatron.compile import Plan, compile_attention
-from charm_megatron.config import CharmConfig
+from charm_megatron.bench.rank import measure_rank
+from charm_megatron.bench.ranks import job_backend, run_on_ranks
+from charm_megatron.compile import Plan
 from charm_megatron.cost.model import CostModel
 from charm_megatron.cost.timeline import evaluate
 from charm_megatron.cost.wire import hop_bytes
 from charm_megatron.errors import InvalidInput
-from charm_megatron.kernels.unsharded import (
-    RESULTS,
-    Shard,
-    assembled,
-    draw_shard,
-    relative_error,
-    unsharded_attention,
-)
-from charm_megatron.peers.registry import PEERS, peer_named, tokens_of
+from charm_megatron.kernels.unsharded import RESULTS, assembled, relative_error, unsharded_attention
+from charm_megatron.log import Log, silent
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 from charm_megatron.schedule.piece import IntArray
-from charm_megatron.sharding import make_sharding
-from charm_megatron.workload import Workload
-
-MOST_LOGITS = 2**27
-"""Of one KV head, in float64: with more, unsharded attention would take longer than the benchmark, and the memory."""
 
 
-@dataclass(frozen=True)
-class OperatorCase:
-    """One workload and the contestants: schedules of ours by name, and peers.
-
-    `ccr` is the target of modelled computation; None: real.
-    """
-
-    workload: Workload
-    schedules: tuple[str, ...]
-    layout: str = "zigzag"
-    settings: CharmConfig = field(default_factory=lambda: CharmConfig(fuse=False))
-    ccr: float | None = None
-    repetitions: int = 5
-    warm_up: int = 1
-    peers: tuple[str, ...] = ()
-    passes: tuple[Direction, ...] = DIRECTIONS
-
-    def __post_init__(self) -> None:
-        if not self.schedules:
-            raise InvalidInput("there is no schedule to time; name one, such as --schedules ring,charm")
-        if len(set(self.schedules)) != len(self.schedules):
-            raise InvalidInput(f"a schedule is named twice: {','.join(self.schedules)}")
-        if len(set(self.peers)) != len(self.peers):
-            raise InvalidInput(f"a peer is named twice: {','.join(self.peers)}")
-        for name in self.peers:
-            peer_named(name)
-
-    @property
-    def is_modelled(self) -> bool:
-        return self.ccr is not None
-
-    @property
-    def can_be_checked(self) -> bool:
-        """Whether its results can be compared with unsharded attention."""
-        workload = self.workload
-        rows = workload.batch * workload.num_heads // workload.num_kv_heads * workload.seq_len
-        return rows * workload.seq_len <= MOST_LOGITS
-
-    @property
-    def num_stages(self) -> int:
-        """How many lines of progress a run tells."""
-        return 3 + (self.warm_up + self.repetitions) * len(self.contestants)
-
-    @property
-    def contestants(self) -> tuple[str, ...]:
-        return (*self.schedules, *self.peers)
-
-
-@dataclass(frozen=True)
-class OperatorRow:
-    """One pass of one contestant. Times in seconds; bytes are those of the busiest sender.
-
-    `note` says why a contestant was not timed, its numbers being None, or what is wrong with its results. Also None:
-    what is planned or bounded, for peers; what came over the wire, on loopback; bounds, where the rates of the links
-    are not known; `error`, the largest difference to unsharded attention over the largest entry, where nothing was
-    computed.
-    """
-
-    schedule: str
-    direction: Direction
-    network: str
-    is_modelled: bool
-    is_peer: bool = False
-    median_s: float | None = None
-    min_s: float | None = None
-    max_s: float | None = None
-    ratio_to_first: float | None = None
-    ccr: float | None = None
-    bytes_planned: int | None = None
-    bytes_wire: int | None = None
-    busiest_s: float | None = None
-    bound_s: float | None = None
-    error: float | None = None
-    note: str = ""
-
-    @property
-    def fraction_of_bound(self) -> float | None:
-        """How much of the critical path's speed is reached."""
-        return None if self.bound_s is None or self.median_s is None else self.bound_s / self.median_s
-
-    @property
-    def fraction_of_busiest(self) -> float | None:
-        """How much of the busiest link's, or the computation's, speed is reached."""
-        return None if self.busiest_s is None or self.median_s is None else self.busiest_s / self.median_s
-
-
-Key = tuple[str, Direction]
-"""A contestant, and a direction."""
-
-TokensByRank = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What one rank measured: seconds and bytes that left its interface, by repetition.
-
-    `computation_s`, `communication_s`: of the first schedule, by direction. `outputs`: out, dq, dk, dv of this rank,
-    where they were computed. `notes` says why a contestant did not take part, or that its results are wrong.
-    """
-
-    seconds: Mapping[Key, Sequence[float]]
-    wire_bytes: Mapping[Key, Sequence[int]]
-    communication_s: Mapping[Direction, float]
-    computation_s: Mapping[Direction, float]
-    outputs: Mapping[str, Sequence[NDArray[np.float64]]]
-    notes: Mapping[str, str]
-
-
-def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line: None) -> list[OperatorRow]:
-    """Runs all contestants of a case; ratios are to the first. Empty on the later ranks of a launched job."""
-    from charm_megatron.bench.rank import measure_rank
-
+def run_case(case: OperatorCase, cluster: Cluster, progress: Log = silent) -> list[OperatorRow]:
+    """Runs all implementations of a case; ratios are to the first. Empty on the later ranks of a launched job."""
     progress("starting ranks")
     if cluster.is_launched and job_backend() == "nccl":
         _require_for_nccl(case)
-    plans = {name: planned(case, cluster, name) for name in case.schedules}
+    plans = {name: case.plan(name, cluster.domains) for name in case.schedules}
     for name, plan in plans.items():
         if case.is_modelled and not plan.has_block_results:
             raise InvalidInput(
@@ -174,7 +52,7 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Tell = lambda line:
     errors = _errors(case, measured)
     rows = [
         _row(case, cluster, measured, errors, name, direction, plans.get(name), flops[direction])
-        for name in case.contestants
+        for name in case.implementations
         for direction in case.passes
     ]
     first = {row.direction: row.median_s for row in rows if row.schedule == case.schedules[0]}
@@ -205,7 +83,7 @@ def _row(
     case: OperatorCase,
     cluster: Cluster,
     measured: Sequence[RankTimes],
-    errors: Mapping[Key, float],
+    errors: Mapping[TimingKey, float],
     name: str,
     direction: Direction,
     plan: Plan | None,
@@ -254,17 +132,6 @@ def _of_plan(plan: Plan, direction: Direction, cluster: Cluster, cost: CostModel
     return values
 
 
-def planned(case: OperatorCase, cluster: Cluster, name: str) -> Plan:
-    """The plan that the ranks agree on for one name."""
-    settings = settings_for(case, cluster.num_domains, name)
-    return compile_attention(settings, cluster.domains, case.workload, case.layout)
-
-
-def settings_for(case: OperatorCase, num_domains: int, name: str) -> CharmConfig:
-    """The case's settings for one schedule."""
-    return case.settings.model_copy(update={"schedule": name, "domains": num_domains})
-
-
 def pairwise_bytes(plan: Plan, direction: Direction) -> IntArray:
     """Bytes that each rank sends to each other, [from, to]."""
     total: IntArray = np.zeros((plan.problem.cp_size,) * 2, dtype=np.int64)
@@ -281,12 +148,12 @@ def _busiest_flops(plan: Plan, direction: Direction) -> float:
 # ---------------------------------------------------------------------- errors
 
 
-def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[Key, float]:
-    """The larger of the relative errors of out (forward), or dq, dk, dv (backward), by contestant."""
+def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[TimingKey, float]:
+    """The larger of the relative errors of out (forward), or dq, dk, dv (backward), by implementation."""
     errors = {}
     references: dict[TokensByRank, dict[str, Tensor]] = {}
     for name in measured[0].outputs:
-        tokens = tokens_by_rank(case, name, len(measured))
+        tokens = case.tokens_by_rank(name, len(measured))
         if tokens not in references:
             shards = [shard_of(case.workload, rank, len(measured)) for rank in range(len(measured))]
             q, k, v, dout = (assembled(tensors, tokens) for tensors in zip(*shards, strict=True))
@@ -300,39 +167,3 @@ def _errors(case: OperatorCase, measured: Sequence[RankTimes]) -> dict[Key, floa
         errors[name, Direction.FORWARD] = found[0]
         errors[name, Direction.BACKWARD] = max(found[1:], default=0.0)
     return errors
-
-
-def tokens_by_rank(case: OperatorCase, name: str, num_ranks: int) -> TokensByRank:
-    """Which tokens each rank holds for one contestant."""
-    if name in case.peers:
-        return tuple(tokens_of(PEERS[name], case.workload, num_ranks, rank) for rank in range(num_ranks))
-    workload = case.workload
-    return make_sharding(case.layout, num_ranks, workload.seq_len, workload.mask.documents).tokens_by_rank
-
-
-def shard_of(workload: Workload, rank: int, num_ranks: int) -> Shard:
-    """q, k, v, dout of one rank."""
-    return draw_shard(rank, workload.seq_len // num_ranks, workload)
-
-
-def as_json(row: OperatorRow) -> dict[str, Any]:
-    """A row for other programs."""
-    return {
-        "network": row.network,
-        "schedule": row.schedule,
-        "peer": row.is_peer,
-        "pass": row.direction,
-        "median_s": row.median_s,
-        "min_s": row.min_s,
-        "max_s": row.max_s,
-        "ratio_to_first": row.ratio_to_first,
-        "ccr": row.ccr,
-        "compute": "modelled" if row.is_modelled else "real",
-        "bytes_planned": row.bytes_planned,
-        "bytes_wire": row.bytes_wire,
-        "busiest_s": row.busiest_s,
-        "bound_s": row.bound_s,
-        "fraction_of_bound": row.fraction_of_bound,
-        "error": row.error,
-        "note": row.note,
-    }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from charm_megatron.bench.operator import OperatorRow
+from charm_megatron.bench.case import OperatorRow
 from charm_megatron.schedule.passes import DIRECTIONS
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#5
 DASHES = ("-", "--", "-.")
 OURS, THEIRS = "#0072B2", "#8A8A8A"
 
-Race = tuple[str, Sequence[OperatorRow]]
+TitledRows = tuple[str, Sequence[OperatorRow]]
 """A title, and the rows that were measured together or at other CCRs."""
 
 
-def draw_speed_up(races: Sequence[Race], path: Path) -> None:
-    """One row of panels a race, one panel a pass; what was not timed is left out."""
+def draw_speed_up(races: Sequence[TitledRows], path: Path) -> None:
+    """One row of panels per race, one panel per direction; what was not timed is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,7 +89,7 @@ def _bound(row: OperatorRow) -> float | None:
 
 
 def _draw_bars(axes: "Axes", rows: Sequence[OperatorRow]) -> None:
-    """Speed-up of each contestant, the fastest on top; peers are grey."""
+    """Speed-up of each implementation, the fastest on top; peers are grey."""
     order = sorted(rows, key=lambda row: row.ratio_to_first or 0.0)
     values = [row.ratio_to_first or 0.0 for row in order]
     places = range(len(order))

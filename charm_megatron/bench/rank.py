@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from charm_megatron.bench.case import OperatorCase, RankTimes, TimingKey, shard_of
 from charm_megatron.bench.modelled import ModelledKernel
-from charm_megatron.bench.operator import (
-    OperatorCase,
-    RankTimes,
-    settings_for,
-    shard_of,
-)
-from charm_megatron.bench.ranks import Tell
 from charm_megatron.executor.attention import AttentionCall, ForwardResult
 from charm_megatron.executor.runtime import AttentionRuntime
 from charm_megatron.kernels import BlockKernel
-from charm_megatron.peers.protocol import Contestant
+from charm_megatron.kernels.unsharded import Shard
+from charm_megatron.log import Log
+from charm_megatron.peers.calls import make_call
+from charm_megatron.peers.check import check_peer
+from charm_megatron.peers.protocol import Implementation
 from charm_megatron.peers.registry import PEERS, why_not
 from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
@@ -30,12 +30,11 @@ from charm_megatron.testbed.commands import HEADER_BYTES
 
 INSTANTLY = float("inf")
 NUM_ROUNDS = 3
-Shard = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
-class _Ours:
-    """One of our schedules."""
+class _OurSchedule:
+    """One of our schedules on this rank's shard: an `Implementation`."""
 
     call: AttentionCall
     shard: Shard
@@ -61,71 +60,87 @@ class _Ours:
 
 
 def measure_rank(
-    tell: Tell,
+    log: Log,
     rank: int,
     num_ranks: int,
     case: OperatorCase,
     num_domains: int,
     flops: Mapping[Direction, float],
 ) -> RankTimes:
-    """Times every contestant of the case, repetition by repetition.
+    """Times every implementation of the case, repetition by repetition.
 
     `flops` are those of the busiest rank by pass, to which modelled computation is scaled.
     """
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    shard = tuple(x.to(device) for x in shard_of(case.workload, rank, num_ranks))
-    assert len(shard) == 4
-    calls = {}
-    for name in case.schedules:
-        runtime = AttentionRuntime(settings_for(case, num_domains, name))
-        calls[name] = runtime.call(group, case.workload, layout=case.layout, device=device)
-    tell("communication alone")
+    q, k, v, dout = (x.to(device) for x in shard_of(case.workload, rank, num_ranks))
+    shard = q, k, v, dout
+    calls = {
+        name: AttentionRuntime(case.settings_for(name, num_domains)).call(
+            group, case.workload, layout=case.layout, device=device
+        )
+        for name in case.schedules
+    }
+    log("communication alone")
     first = calls[case.schedules[0]]
     silent = replace(first, kernel=ModelledKernel(INSTANTLY, INSTANTLY))
-    communication_s = _time_both(_Ours(silent, shard), case.passes)
+    communication_s = _time_both(_OurSchedule(silent, shard), case.passes)
     kernel: BlockKernel | None = None
     if case.ccr is None:
-        tell("computation alone")
+        log("computation alone")
         computation_s = _blocks_alone(first, device)
     else:
-        tell("modelled computation")
+        log("modelled computation")
         computation_s = {direction: case.ccr * took_s for direction, took_s in communication_s.items()}
         kernel = _modelled(flops, computation_s)
         calls = {name: replace(call, kernel=kernel) for name, call in calls.items()}
-    contestants: dict[str, Contestant] = {name: _Ours(call, shard) for name, call in calls.items()}
-    tell("checking peers")
+    implementations: dict[str, Implementation] = {
+        name: _OurSchedule(call, shard) for name, call in calls.items()
+    }
+    log("checking peers")
     peers, notes = _peers(case, group, shard, kernel)
-    contestants |= peers
-    seconds: dict[tuple[str, Direction], list[float]] = defaultdict(list)
-    wire_bytes: dict[tuple[str, Direction], list[int]] = defaultdict(list)
+    implementations |= peers
+    seconds, wire_bytes = _time_all(log, case, implementations)
+    outputs = _outputs(implementations) if _are_outputs_checked(case) else {}
+    return RankTimes(seconds, wire_bytes, communication_s, computation_s, outputs, notes)
+
+
+def _are_outputs_checked(case: OperatorCase) -> bool:
+    return not case.is_modelled and Direction.BACKWARD in case.passes and case.can_be_checked
+
+
+def _outputs(implementations: Mapping[str, Implementation]) -> dict[str, tuple[NDArray[np.float64], ...]]:
+    """out, dq, dk and dv of each implementation."""
+    return {
+        name: tuple(x.detach().cpu().double().numpy() for x in implementation.results())
+        for name, implementation in implementations.items()
+    }
+
+
+def _time_all(
+    log: Log, case: OperatorCase, implementations: Mapping[str, Implementation]
+) -> tuple[dict[TimingKey, list[float]], dict[TimingKey, list[int]]]:
+    """Seconds and bytes on the wire, by repetition; repetitions are interleaved."""
+    seconds: dict[TimingKey, list[float]] = defaultdict(list)
+    wire_bytes: dict[TimingKey, list[int]] = defaultdict(list)
     for repetition in range(case.warm_up + case.repetitions):
         is_warm_up = repetition < case.warm_up
         number = "warm-up" if is_warm_up else f"{repetition - case.warm_up + 1} of {case.repetitions}"
-        for name, contestant in contestants.items():
-            tell(f"{number}: {name}")
-            for direction, (took_s, sent) in _run(contestant, case.passes).items():
+        for name, implementation in implementations.items():
+            log(f"{number}: {name}")
+            for direction, (took_s, sent) in _run(implementation, case.passes).items():
                 if not is_warm_up:
                     seconds[name, direction].append(took_s)
                     wire_bytes[name, direction].append(sent)
-    is_checked = not case.is_modelled and Direction.BACKWARD in case.passes and case.can_be_checked
-    outputs = {
-        name: tuple(x.detach().cpu().double().numpy() for x in contestant.results())
-        for name, contestant in contestants.items()
-        if is_checked
-    }
-    return RankTimes(dict(seconds), dict(wire_bytes), communication_s, computation_s, outputs, notes)
+    return dict(seconds), dict(wire_bytes)
 
 
 def _peers(
     case: OperatorCase, group: dist.ProcessGroup, shard: Shard, kernel: BlockKernel | None
-) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """The peers to time, and why the others are not: they cannot run the case, or give wrong results."""
-    from charm_megatron.peers.calls import make_call
-    from charm_megatron.peers.check import check_peer
-
-    running: dict[str, Contestant] = {}
+) -> tuple[dict[str, Implementation], dict[str, str]]:
+    """The peers to time, and why the others are not: they cannot run the case, or their results are wrong."""
+    running: dict[str, Implementation] = {}
     notes: dict[str, str] = {}
     for name in case.peers:
         reason = why_not(PEERS[name], case.workload, dist.get_world_size(group), is_modelled=case.is_modelled)
@@ -138,9 +153,9 @@ def _peers(
     return running, notes
 
 
-def _run(contestant: Contestant, passes: Sequence[Direction]) -> dict[Direction, tuple[float, int]]:
+def _run(implementation: Implementation, passes: Sequence[Direction]) -> dict[Direction, tuple[float, int]]:
     """(seconds, bytes on the wire) of each pass, from a barrier."""
-    runs = {Direction.FORWARD: contestant.forward, Direction.BACKWARD: contestant.backward}
+    runs = {Direction.FORWARD: implementation.forward, Direction.BACKWARD: implementation.backward}
     needed = {Direction.FORWARD, *passes}  # the backward pass needs what the forward pass leaves
     return {direction: _timed(run) for direction, run in runs.items() if direction in needed}
 
@@ -162,11 +177,11 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _time_both(contestant: Contestant, passes: Sequence[Direction]) -> dict[Direction, float]:
+def _time_both(implementation: Implementation, passes: Sequence[Direction]) -> dict[Direction, float]:
     """Seconds of each pass on the slowest rank; the better of two runs. A pass that is not run takes none."""
     runs = []
     for _ in range(2):
-        run = _run(contestant, passes)
+        run = _run(implementation, passes)
         runs.append(_slowest([run[direction][0] if direction in run else 0.0 for direction in DIRECTIONS]))
     return {direction: min(run[direction] for run in runs) for direction in DIRECTIONS}
 
@@ -197,7 +212,7 @@ def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[Direction, 
     programs = {Direction.FORWARD: call.forward_programs, Direction.BACKWARD: call.backward_programs}
     for direction, phases in programs.items():
         blocks = [
-            _Block(call, action, device)
+            _TimedBlock(call, action, device)
             for phase in phases
             for action in phase.compiled.program
             if isinstance(action, Attend)
@@ -207,7 +222,7 @@ def _blocks_alone(call: AttentionCall, device: torch.device) -> dict[Direction, 
     return best
 
 
-def _time_blocks(blocks: Sequence["_Block"], direction: Direction) -> float:
+def _time_blocks(blocks: Sequence["_TimedBlock"], direction: Direction) -> float:
     _finish()
     dist.barrier()
     started = time.perf_counter()
@@ -218,7 +233,7 @@ def _time_blocks(blocks: Sequence["_Block"], direction: Direction) -> float:
     return _slowest([took_s] * len(DIRECTIONS))[direction]
 
 
-class _Block:
+class _TimedBlock:
     """One rectangle with random operands."""
 
     def __init__(self, call: AttentionCall, action: Attend, device: torch.device):

@@ -1,9 +1,9 @@
-"""Ready-made benchmarks: which networks, workloads and contestants. Schedules return in the model's dtype."""
+"""Ready-made benchmarks: which networks, workloads and implementations. Schedules return in the model's dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from charm_megatron.bench.operator import OperatorCase
+from charm_megatron.bench.case import OperatorCase
 from charm_megatron.config import CharmConfig
 from charm_megatron.testbed.profile import Profile, load_profile
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload

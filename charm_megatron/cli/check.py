@@ -1,46 +1,78 @@
-"""`charm-megatron check`: proves a saved schedule, or shows its first fault."""
+"""`charm-megatron check`: proves a schedule, planned or saved, or shows its first fault."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from charm_megatron.cli import options
 from charm_megatron.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from charm_megatron.cli.plan_request import PlanRequest
+    from charm_megatron.schedule.json_form import ScheduleFile
 
 
 def check_command(
-    file: Annotated[Path, typer.Argument(help="A schedule, as `charm-megatron plan --json` writes it.")],
-    nodes: Annotated[int | None, typer.Option(help="Refuse a schedule for another number of nodes.")] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Refuse a schedule for another number of ranks on each node.")
-    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE", help="A planner's name, or a file as `charm-megatron plan --json` writes it."
+        ),
+    ],
+    nodes: options.Nodes = None,
+    ranks_per_node: options.RanksPerNode = None,
+    mask: options.MaskText = None,
+    layout: options.Layout = None,
+    tokens_per_rank: options.TokensPerRank = None,
 ) -> None:
-    """Check every pass of a saved schedule.
+    """Check every pass of a schedule: planned for the group and attention given, or saved in a .json file.
 
-    Ends with code 0 when each is right; with 1 and the first fault of one that is not; with 2 for a file
-    that is no schedule, or one for another group.
+    A file that is for another group or attention than the options say is refused. Ends with code 0 when each pass is
+    right; with 1 and the first fault of one that is not; with 2 for what cannot be planned or read.
     """
     from rich.console import Console
 
-    from charm_megatron.cli.tables import check_table
+    from charm_megatron.cli.plan_request import PlanRequest
+    from charm_megatron.cli.schedule_tables import check_table
+    from charm_megatron.compile import is_schedule_file
     from charm_megatron.schedule.json_form import load_schedule
     from charm_megatron.verify.programs import check_schedule
 
-    loaded = load_schedule(file)
-    members = loaded.problem.domains.members
-    if nodes is not None and nodes != len(members):
-        raise InvalidInput(f"{file} is for {len(members)} nodes, not {nodes}")
-    sizes = sorted({len(ranks) for ranks in members})
-    if ranks_per_node is not None and sizes != [ranks_per_node]:
-        raise InvalidInput(
-            f"{file} is for {' or '.join(map(str, sizes))} ranks on a node, not {ranks_per_node}"
-        )
-    reports = [check_schedule(schedule) for schedule in loaded.schedules]
+    request = PlanRequest(nodes, ranks_per_node, mask, layout, tokens_per_rank)
+    if is_schedule_file(schedule):
+        loaded = load_schedule(Path(schedule))
+        _require_as_asked(schedule, loaded, request)
+        name, schedules = loaded.name, loaded.schedules
+    elif Path(schedule).suffix and Path(schedule).is_file():
+        raise InvalidInput(f"{schedule} is not a schedule file: their names end in .json")
+    else:
+        plan = request.complete([schedule]).plan(schedule)
+        name, schedules = plan.name, plan.schedules
+    reports = [check_schedule(one) for one in schedules]
+    problem = schedules[0].problem
     console = Console(highlight=False, emoji=False)
-    problem = loaded.problem
     console.print(
-        f"{loaded.name} is right: {problem.cp_size} ranks on {len(members)} nodes, "
+        f"{name} is right: {problem.cp_size} ranks on {problem.domains.num_domains} nodes, "
         f"{problem.sharding.layout}, mask {problem.mask}, {problem.sharding.seq_len} tokens",
         markup=False,
     )
-    console.print(check_table(loaded.schedules, reports))
+    console.print(check_table(schedules, reports))
+
+
+def _require_as_asked(file: str, loaded: "ScheduleFile", request: "PlanRequest") -> None:
+    from charm_megatron.workload import parse_mask
+
+    problem = loaded.problem
+    members, sharding = problem.domains.members, problem.sharding
+    sizes = " or ".join(map(str, sorted({len(ranks) for ranks in members})))
+    mask = None if request.mask is None else str(parse_mask(request.mask))
+    for what, saved, asked in (
+        ("{} nodes", str(len(members)), request.nodes),
+        ("{} ranks on a node", sizes, request.ranks_per_node),
+        ("mask {}", str(problem.mask), mask),
+        ("layout {}", sharding.layout, request.layout),
+        ("{} tokens per rank", str(sharding.seq_len // problem.cp_size), request.tokens_per_rank),
+    ):
+        if asked is not None and str(asked) != saved:
+            raise InvalidInput(f"{file} is for {what.format(saved)}, not {asked}")

@@ -1,28 +1,24 @@
-"""How a command ends: a sentence on stderr and an exit code, never a traceback."""
+"""How every command ends: a sentence on stderr and an exit code, never a traceback."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from charm_megatron.errors import CharmError, InvalidInput
 
 EXIT_FAILURE, EXIT_INVALID_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def ends_in_sentences[**Arguments, Result](
-    command: Callable[Arguments, Result],
-) -> Callable[Arguments, Result]:
-    """The same command, whose errors are sentences."""
+class SentenceGroup(TyperGroup):
+    """The whole of `charm-megatron`: what its commands raise, while reading options or later, ends here."""
 
-    @wraps(command)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
         with errors_as_sentences():
-            return command(*args, **kwargs)
-
-    return run
+            return super().invoke(*args, **kwargs)
 
 
 @contextmanager

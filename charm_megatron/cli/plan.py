@@ -3,118 +3,107 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from charm_megatron.errors import InvalidInput, nearest
-
-# The row of H100 in the CHARM+ paper's Table 2: TFLOPS as printed there, GB/s of a transfer between two GPUs, one way.
-# The paper gives no latency. Kernels reach less than the printed rate; measured rates may be given instead.
-H100_FLOPS_PER_S = 989e12
-H100_INSIDE_BYTES_PER_S = 365.1e9
-H100_ACROSS_BYTES_PER_S = 42.5e9
+from charm_megatron.cli import options
+from charm_megatron.cli.options import MODEL, OUTPUT, SCHEDULE, one_of, option
+from charm_megatron.errors import InvalidInput
+from charm_megatron.paper.table_2 import H100
+from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 
 def plan_command(
-    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the schedule.")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes: domains of fast links.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(help="Context-parallel ranks on each node.")] = 8,
-    mask: Annotated[
-        str,
-        typer.Option(
-            help="causal, none, window:LEFT,RIGHT or documents:LENGTH,..; joined by + where wanted."
-        ),
-    ] = "causal",
-    layout: Annotated[str, typer.Option(help="zigzag, contiguous, striped or document_zigzag.")] = "zigzag",
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads; as many as query heads if not given.")
+    schedule: Annotated[
+        str | None, option("A planner's name, or the path of a .json file.", SCHEDULE, metavar="NAME")
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Sequences side by side.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Dtype of q, k, v and out.")] = "bfloat16",
+    compare: Annotated[
+        str | None, option("Several of these side by side.", SCHEDULE, metavar="NAME,NAME,..")
+    ] = None,
+    prefetch_depth: options.PrefetchDepth = None,
+    fuse: Annotated[
+        bool | None, option(options.FUSE_HELP, SCHEDULE, options.FUSE_FLAGS, show_default="fuse")
+    ] = None,
+    out_return_dtype: options.OutReturnDtype = "model",
+    grad_return_dtype: options.GradReturnDtype = "float32",
+    nodes: options.Nodes = None,
+    ranks_per_node: options.RanksPerNode = None,
+    mask: options.MaskText = None,
+    layout: options.Layout = None,
+    tokens_per_rank: options.TokensPerRank = None,
+    heads: options.Heads = 32,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = 128,
+    batch: options.Batch = 1,
+    dtype: options.Dtype = "bfloat16",
+    flops_per_s: Annotated[
+        float, option("FLOP/s of a rank.", MODEL, show_default=f"H100, {H100.flops_per_s:g}")
+    ] = H100.flops_per_s,
+    inside_bytes_per_s: Annotated[
+        float,
+        option(
+            "Bytes/s of a rank's link inside a node.",
+            MODEL,
+            show_default=f"H100, {H100.inside_bytes_per_s:g}",
+        ),
+    ] = H100.inside_bytes_per_s,
+    across_bytes_per_s: Annotated[
+        float,
+        option(
+            "Bytes/s of a rank's link across nodes.", MODEL, show_default=f"H100, {H100.across_bytes_per_s:g}"
+        ),
+    ] = H100.across_bytes_per_s,
+    latency_s: Annotated[float, option("Latency of every transfer.", MODEL)] = 0.0,
+    own_links: Annotated[
+        bool, option("In pictures no transfer waits for another of its rank.", MODEL, "--own-links")
+    ] = False,
     pass_: Annotated[
         str | None,
-        typer.Option("--pass", help="forward or backward; both if not given, but pictures only of forward."),
-    ] = None,
-    prefetch_depth: Annotated[int, typer.Option(help="Steps that a transfer may start ahead, plus one.")] = 1,
-    fuse: Annotated[
-        bool,
-        typer.Option(
-            "--fuse/--no-fuse", help="Post all transfers of a step together, or each lane by itself."
+        option(
+            f"{' or '.join(DIRECTIONS)}; both if not given, but pictures only of {DIRECTIONS[0]}.",
+            OUTPUT,
+            "--pass",
+            callback=one_of(DIRECTIONS),
         ),
-    ] = True,
-    out_return_dtype: Annotated[
-        str, typer.Option(help="Returned outputs travel in: model or float32.")
-    ] = "model",
-    grad_return_dtype: Annotated[
-        str, typer.Option(help="Returned gradients travel in: model or float32.")
-    ] = "float32",
-    compare: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME,..", help="Several schedules side by side.")
     ] = None,
+    all_ranks: Annotated[
+        bool, option("Show every rank and step, however many.", OUTPUT, "--all-ranks")
+    ] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="Write the schedule itself to standard output, and nothing else.")
+        bool, option("Write the schedule itself to standard output, and nothing else.", OUTPUT, "--json")
     ] = False,
     svg: Annotated[
-        Path | None, typer.Option(help="Draw the timeline; .svg, .png or .pdf.", metavar="FILE")
+        Path | None, option("Draw the timeline; .svg, .png or .pdf.", OUTPUT, metavar="FILE")
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Draw this rank alone, all its links apart.", metavar="RANK")
+        int | None, option("Draw this rank alone, with each of its links.", OUTPUT, metavar="RANK")
     ] = None,
     perfetto: Annotated[
         Path | None,
-        typer.Option(help="Write the timeline as a Chrome trace, for ui.perfetto.dev.", metavar="FILE"),
+        option("Write the timeline as a Chrome trace, for ui.perfetto.dev.", OUTPUT, metavar="FILE"),
     ] = None,
-    all_ranks: Annotated[
-        bool, typer.Option("--all-ranks", help="Show every rank and step, however many.")
-    ] = False,
-    flops_per_s: Annotated[float, typer.Option(help="Rate of a rank; default: H100.")] = H100_FLOPS_PER_S,
-    inside_bytes_per_s: Annotated[
-        float, typer.Option(help="Rate of a rank's link inside a node; default: H100.")
-    ] = H100_INSIDE_BYTES_PER_S,
-    across_bytes_per_s: Annotated[
-        float, typer.Option(help="Rate of a rank's link across nodes; default: H100.")
-    ] = H100_ACROSS_BYTES_PER_S,
-    latency_s: Annotated[float, typer.Option(help="Latency of every transfer.")] = 0.0,
-    own_links: Annotated[
-        bool, typer.Option("--own-links", help="In pictures no transfer waits for another of its rank.")
-    ] = False,
 ) -> None:
     """Show a schedule: who computes and sends what in each step, and what that costs each rank.
 
     Times, in pictures and comparisons, come from a model with one rate for blocks and one for each class of links.
     """
-    from charm_megatron.cli.planning import Output, Prices, Setting, run_plan
-    from charm_megatron.config import CharmConfig
-    from charm_megatron.schedule.passes import DIRECTIONS, Direction
+    from charm_megatron.cli.plan_output import ModelRates, PlanOutput, show_plans
+    from charm_megatron.cli.plan_request import PlanRequest
 
-    _require_one_of("--pass", pass_ or DIRECTIONS[0], DIRECTIONS)
-    _require_one_of("--out-return-dtype", out_return_dtype, ("model", "float32"))
-    _require_one_of("--grad-return-dtype", grad_return_dtype, ("model", "float32"))
-    if prefetch_depth < 1:
-        raise InvalidInput(f"--prefetch-depth must be at least 1, but is {prefetch_depth}")
-    setting = Setting(
+    request = PlanRequest(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         mask=mask,
         layout=layout,
-        num_heads=heads,
-        num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
         tokens_per_rank=tokens_per_rank,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         batch=batch,
         dtype=dtype,
-        config=CharmConfig.model_validate(
-            {
-                "prefetch_depth": prefetch_depth,
-                "fuse": fuse,
-                "out_return_dtype": out_return_dtype,
-                "grad_return_dtype": grad_return_dtype,
-            }
-        ),
+        prefetch_depth=prefetch_depth,
+        fuse=fuse,
+        out_return_dtype=out_return_dtype,
+        grad_return_dtype=grad_return_dtype,
     )
-    output = Output(
+    output = PlanOutput(
         names=_names(schedule, compare),
         is_comparison=compare is not None,
         directions=(Direction(pass_),) if pass_ else DIRECTIONS,
@@ -124,16 +113,13 @@ def plan_command(
         trace=perfetto,
         all_ranks=all_ranks,
         own_links=own_links,
+        rates=ModelRates(flops_per_s, inside_bytes_per_s, across_bytes_per_s, latency_s),
     )
-    run_plan(setting, output, Prices(flops_per_s, inside_bytes_per_s, across_bytes_per_s, latency_s))
-
-
-def _require_one_of(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InvalidInput(f"{option} {value!r} is unknown{nearest(value, known)}")
+    show_plans(request, output)
 
 
 def _names(schedule: str | None, compare: str | None) -> tuple[str, ...]:
-    if (schedule is None) == (compare is None):
+    names = options.listed(compare or "") if schedule is None else (schedule,)
+    if (schedule is None) == (compare is None) or not names:
         raise InvalidInput("give either --schedule NAME or --compare NAME,NAME,..")
-    return tuple(name.strip() for name in (compare or schedule or "").split(","))
+    return names

@@ -7,24 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.cli.errors import ends_in_sentences
-
 if TYPE_CHECKING:
     from charm_megatron.testbed.probe import Probe
     from charm_megatron.testbed.profile import Profile
-
-app = typer.Typer(
-    help="A network on this machine whose links have given rates; one namespace a rank. Needs root.",
-    no_args_is_help=True,
-)
 
 ProfileArgument = Annotated[
     str, typer.Argument(help="A shipped network, such as nvlink_2x4, or a YAML file.")
 ]
 
 
-@app.command("up")
-@ends_in_sentences
 def up_command(profile: ProfileArgument) -> None:
     """Make a network that stays until `down`."""
     from charm_megatron.testbed.persistent import bring_up
@@ -35,8 +26,6 @@ def up_command(profile: ProfileArgument) -> None:
     print(f"{shape.name} is {'up' if is_new else 'up already'}: {_words(shape)}")
 
 
-@app.command("down")
-@ends_in_sentences
 def down_command(
     profile: Annotated[str | None, typer.Argument(help="The network; by default all that `up` made.")] = None,
 ) -> None:
@@ -48,8 +37,6 @@ def down_command(
     print(f"removed {', '.join(removed)}" if removed else "nothing to remove")
 
 
-@app.command("exec")
-@ends_in_sentences
 def exec_command(
     profile: ProfileArgument,
     command: Annotated[list[str], typer.Argument(help="The command, after --.")],
@@ -75,8 +62,6 @@ def exec_command(
         raise typer.Exit(code if code > 0 else 128 - code)
 
 
-@app.command("status")
-@ends_in_sentences
 def status_command(
     profile: Annotated[str | None, typer.Argument(help="Show the ranks of this one.")] = None,
 ) -> None:
@@ -99,8 +84,6 @@ def status_command(
         console.print("no test network is up")
 
 
-@app.command("probe")
-@ends_in_sentences
 def probe_command(
     profile: ProfileArgument,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to count, for each row.")] = 1.5,

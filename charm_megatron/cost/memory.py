@@ -17,9 +17,6 @@ from charm_megatron.schedule.payload import PAYLOADS, Payload
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
-PAPER_BUFFERS = {"ring": 20, "charm": 24}
-"""Buffers of b * s * h float32 numbers, s tokens of a rank, h the hidden width: CHARM+ paper, equations 11 and 12."""
-
 
 @dataclass(frozen=True)
 class AttentionMemory:
@@ -76,9 +73,3 @@ def own_bytes(workload: Workload, cp_size: int, pass_: Pass) -> int:
 def _payload_with(name: str) -> Payload:
     """A payload that has the tensor among its values or statistics."""
     return next(payload for payload in PAYLOADS.values() if name in (*payload.values, *payload.stats))
-
-
-def paper_bytes(name: str, workload: Workload, cp_size: int) -> int:
-    """Equation 11 (ring) or 12 (charm)."""
-    hidden = workload.num_heads * workload.head_dim
-    return PAPER_BUFFERS[name] * 4 * workload.batch * (workload.seq_len // cp_size) * hidden

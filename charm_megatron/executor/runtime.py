@@ -25,6 +25,7 @@ from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
+from charm_megatron.units import bytes_text
 from charm_megatron.workload import CAUSAL, Mask, Workload, as_mask, require_softmax_scale
 
 MOST_PLANS = 64
@@ -257,12 +258,4 @@ def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Work
 
 def _span(num_bytes: list[int]) -> str:
     low, high = min(num_bytes), max(num_bytes)
-    return _size(high) if low == high else f"{_size(low)} to {_size(high)}"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    if num_bytes < 1024**2:
-        return f"{num_bytes / 1024:.1f} KiB"
-    return f"{num_bytes / 1024**2:.1f} MiB"
+    return bytes_text(high) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"

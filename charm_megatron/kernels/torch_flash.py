@@ -27,9 +27,9 @@ from charm_megatron.kernels.base import (
     hidden_elements,
 )
 from charm_megatron.kernels.reference import attention_of_rows
-from charm_megatron.workload import Band
+from charm_megatron.workload import ITEMSIZE_BYTES, Band
 
-CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CPU_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ITEMSIZE_BYTES)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 # mha_fwd and mha_bwd in flash_api.cpp: "head_size must be a multiple of 8", "head dimension at most 256".

@@ -7,36 +7,35 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from charm_megatron.log import Log
 from charm_megatron.mcore.limits import Layer, mask_of
 from charm_megatron.workload import Mask, Workload
 
 if TYPE_CHECKING:
     from charm_megatron.executor import AttentionRuntime
 
-Say = Callable[[str], None]
 
-
-def say_on_stdout(line: str) -> None:
+def log_to_stdout(line: str) -> None:
     """Prints beside Megatron's own log."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 class Notices:
-    """Says each thing once in the life of a process, on rank 0 only."""
+    """Logs each thing once in the life of a process, on rank 0 only."""
 
-    def __init__(self, say: Say | None = say_on_stdout) -> None:
-        self._say = say
-        self._said: set[str] = set()
+    def __init__(self, log: Log | None = log_to_stdout) -> None:
+        self._log = log
+        self._logged: set[str] = set()
 
     def once(self, key: str, lines: Callable[[], Iterable[str]]) -> None:
-        """Says `lines()` unless `key` was said."""
-        if self._say is None or key in self._said:
+        """Logs `lines()` unless it has logged `key` before."""
+        if self._log is None or key in self._logged:
             return
-        self._said.add(key)
+        self._logged.add(key)
         if not dist.is_initialized() or dist.get_rank() == 0:
             for line in lines():
-                self._say(f"charm-megatron: {line}")
+                self._log(f"charm-megatron: {line}")
 
 
 class SplitAttention:
@@ -72,7 +71,7 @@ class SplitAttention:
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
 
     def _describe(self, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask) -> None:
-        """Says what the first call did. Its plan is made, so that this asks no other rank."""
+        """Logs what the first call did. Its plan is made, so that this asks no other rank."""
         tokens, batch, heads, head_dim = query.shape
         kv_heads, head_dim_v = value.shape[2:]
         dtype = str(query.dtype).removeprefix("torch.")

@@ -13,15 +13,16 @@ from unittest import mock
 
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
-from charm_megatron.mcore.bridge import Notices, Say, SplitAttention
+from charm_megatron.log import Log
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.compat import require_megatron, wheel_repairs
 
 
-def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say: Say | None) -> None:
+def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, log: Log | None) -> None:
     """Runs `script` as Python would, `arguments` its command line; layers with cp_comm_type "charm" are ours.
 
     For one rank, in its own process: torchrun or srun starts as many. What the script raises comes through.
-    `say` gets what was installed, the receipt, and what is left to Transformer Engine.
+    `log` gets what was installed, the receipt, and what is left to Transformer Engine.
     """
     if not script.is_file():
         raise InvalidInput(
@@ -34,7 +35,7 @@ def run_script(script: Path, arguments: Sequence[str], config: CharmConfig, say:
     from charm_megatron.mcore.install import charm_attention_installed
     from charm_megatron.mcore.logger import numbers_in_megatron_logs
 
-    attention = SplitAttention(AttentionRuntime(config), Notices(say))
+    attention = SplitAttention(AttentionRuntime(config), Notices(log))
     path = [str(script.parent.absolute()), *sys.path]
     with (
         charm_attention_installed(attention) as installed,

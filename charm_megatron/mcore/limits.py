@@ -107,7 +107,8 @@ def call_limit(
             window is not None and mask == "causal" and window[1] > 0
         ),
         Limit(
-            "a key of other length than the query, as with a KV cache", "use context parallelism to train"
+            "a key whose length differs from the query's, as with a KV cache",
+            "use context parallelism to train",
         ): (query.shape[0] != key.shape[0]),
         Limit(f"num_splits {num_splits}", "leave it out"): num_splits is not None,
     }

@@ -3,7 +3,7 @@
 * Megatron-LM: `--spec charm_megatron.mcore.spec layer_spec`, or `GPTModelConfig(transformer_layer_spec=layer_spec)`.
 * Megatron-Bridge: `provider.transformer_layer_spec = with_charm(provider.transformer_layer_spec)`.
 
-Each installs the attention modules for the rest of the process when the spec is asked for, and gives Megatron's
+Each installs the attention modules for the rest of the process when the spec is asked for, and returns Megatron's
 own spec; so layers for multi-token prediction, whose spec Megatron makes by itself, have them too. Settings come
 from the YAML file that CHARM_CONFIG names, where it is set.
 """
@@ -25,7 +25,7 @@ CONFIG_VARIABLE = "CHARM_CONFIG"
 def install_for_good() -> ExitStack:
     """Installs the attention modules until the process ends; the second call does nothing.
 
-    What it gives must be kept, as the cache does: the modules go with it.
+    What it returns must be kept, as the cache does: the modules go with it.
     """
     from charm_megatron.executor import AttentionRuntime
     from charm_megatron.mcore.install import charm_attention_installed
@@ -38,7 +38,7 @@ def install_for_good() -> ExitStack:
 
 
 def with_charm[**P, Spec](make_spec: Callable[P, Spec]) -> Callable[P, Spec]:
-    """`make_spec`, called with the attention modules in place. Its signature stays, as callers look at it."""
+    """`make_spec`, called with the attention modules in place. Its signature stays because callers look at it."""
 
     @functools.wraps(make_spec)
     def installed_first(*args: P.args, **kwargs: P.kwargs) -> Spec:

@@ -27,7 +27,7 @@ RING = "p2p"
 def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> type[Any]:
     """Makes the subclass of `TEDotProductAttention` that computes with `attention`.
 
-    A factory, as without Transformer Engine the name of the base class is a mock object, from which a class
+    A factory, because without Transformer Engine the name of the base class is a mock object, from which a class
     statement silently makes another mock. Raises `InvalidInput` there. `strict`: what would be left to
     Transformer Engine is refused.
     """
@@ -145,7 +145,7 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
             return group if group is not None and group.size() > 1 else None
 
         def _leave_to_te(self, limit: Limit, packed_seq_params: Any) -> None:
-            """Says why the base class computes a call, and gives it the group that it may have lost."""
+            """Logs why the base class computes a call, and hands it the group that it may have lost."""
             if strict:
                 raise _refusal(self.charm_layer, limit)
             attention.notices.once(

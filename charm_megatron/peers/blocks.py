@@ -9,7 +9,7 @@ from torch import Tensor
 from charm_megatron.kernels import BlockKernel
 
 
-class Blocks:
+class BlockOperators:
     """Attention of one block in the layout of torch's operators, q and out [b, h, s_q, d], k and v [b, h_k, s_k, d].
 
     lse is float32 [b, h, s_q]. Inputs may have any strides. `replaced` puts a kernel in the operators' place.
@@ -30,7 +30,7 @@ class Blocks:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Gives out and lse."""
+        """Returns out and lse."""
         if self._kernel is None:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=None, scale=softmax_scale
@@ -53,7 +53,7 @@ class Blocks:
         causal: bool,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives dq, dk and dv; `out` and `lse` belong to all blocks of these queries together."""
+        """Returns dq, dk and dv; `out` and `lse` belong to all blocks of these queries together."""
         if self._kernel is None:
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=softmax_scale

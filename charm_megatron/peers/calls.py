@@ -1,4 +1,4 @@
-"""Calls the peers of `peers` on this rank's shard, forward and backward apart, on tensors in their own layouts.
+"""Calls the peers of `registry` on this rank's shard, forward and backward apart, on tensors in their own layouts.
 
 Legend of shapes: ours [s, b, h, d]; theirs [b, s, h, d] or [b, h, s, d], with h_k in place of h for k and v. No
 function here is called before `why_not` has agreed.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from charm_megatron.kernels import BlockKernel
 from charm_megatron.peers import flash_attn_on_cpu
-from charm_megatron.peers.blocks import Blocks
-from charm_megatron.peers.protocol import Contestant
+from charm_megatron.peers.blocks import BlockOperators
+from charm_megatron.peers.protocol import Implementation
 from charm_megatron.peers.registry import Peer, RingFlashAttn, Ringmaster, TorchTemplate, Yunchang
 from charm_megatron.workload import Workload
 
@@ -33,11 +33,11 @@ class PeerCall:
     """One peer on one group. `blocks`, where the peer leaves blocks to others, compute with `kernel` if it is given."""
 
     peer: Peer
-    start: Callable[[Tensor, Tensor, Tensor, Tensor], Contestant]
-    blocks: Blocks
+    start: Callable[[Tensor, Tensor, Tensor, Tensor], Implementation]
+    blocks: BlockOperators
     kernel: BlockKernel | None = None
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Contestant:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Implementation:
         """Copies this rank's q, k, v and dout [s, b, h, d] into the peer's layout; not to be timed."""
         run = self.start(*(x.detach() for x in (q, k, v, dout)))
         return _WithKernel(run, self.blocks, self.kernel)
@@ -46,13 +46,13 @@ class PeerCall:
 def make_call(
     peer: Peer, group: dist.ProcessGroup, workload: Workload, kernel: BlockKernel | None = None
 ) -> PeerCall:
-    """Imports a peer, and makes the groups that it wants; all ranks of `group` call together.
+    """Imports a peer, and makes the groups that it needs; all ranks of `group` call together.
 
     `kernel` replaces torch's operators, as with modelled computation. Puts the stand-in for flash_attn into this
     process where the peer asks for it.
     """
     assert kernel is None or peer.computes_with_ours, peer.name
-    blocks = flash_attn_on_cpu.install() if peer.needs_flash_attn else Blocks()
+    blocks = flash_attn_on_cpu.install() if peer.needs_flash_attn else BlockOperators()
     scale, causal = workload.head_dim**-0.5, workload.mask.is_causal
     with _unheard():
         match peer.library:
@@ -73,8 +73,8 @@ def make_call(
 class _WithKernel:
     """A run whose blocks are computed by a kernel of ours."""
 
-    run: Contestant
-    blocks: Blocks
+    run: Implementation
+    blocks: BlockOperators
     kernel: BlockKernel | None
 
     def forward(self) -> None:
@@ -89,7 +89,7 @@ class _WithKernel:
         return self.run.results()
 
 
-type Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+type AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _AutogradRun:
@@ -98,7 +98,9 @@ class _AutogradRun:
     Views, because that is what a model that projects to [b, s, h, d] hands on.
     """
 
-    def __init__(self, attend: Attend, heads_first: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor):
+    def __init__(
+        self, attend: AttentionFunction, heads_first: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    ):
         self.attend, self.heads_first = attend, heads_first
         batch_first = [
             x.transpose(0, 1).contiguous() for x in (q, k, v, dout)
@@ -133,7 +135,7 @@ class _Template:
     group: dist.ProcessGroup
     causal: bool
     scale: float
-    blocks: Blocks
+    blocks: BlockOperators
     torchs: ModuleType = field(
         default_factory=lambda: import_module(
             "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -218,7 +220,7 @@ class _TemplateRun:
         return out, dq, dk, dv
 
 
-def _ringmaster(schedule: str, group: dist.ProcessGroup, causal: bool, scale: float) -> Attend:
+def _ringmaster(schedule: str, group: dist.ProcessGroup, causal: bool, scale: float) -> AttentionFunction:
     if schedule == "distflash":
         distflash = import_module("ringmaster.ring.distflash").distflash_attention
         return lambda q, k, v: distflash(q, k, v, group=group, scaling=scale)
@@ -235,7 +237,9 @@ def _ringmaster(schedule: str, group: dist.ProcessGroup, causal: bool, scale: fl
     return lambda q, k, v: ring(q, k, v, **settings)
 
 
-def _ring_flash_attn(schedule: str, group: dist.ProcessGroup, causal: bool, scale: float) -> Attend:
+def _ring_flash_attn(
+    schedule: str, group: dist.ProcessGroup, causal: bool, scale: float
+) -> AttentionFunction:
     names = {
         "ring": ("ring_flash_attn", "ring_flash_attn_func"),
         "zigzag": ("zigzag_ring_flash_attn", "zigzag_ring_flash_attn_func"),
@@ -260,7 +264,7 @@ def _import_alone(package: str, name: str) -> ModuleType:
     return import_module(f"{package}.{name}")
 
 
-def _yunchang(ulysses: int | None, group: dist.ProcessGroup, causal: bool, scale: float) -> Attend:
+def _yunchang(ulysses: int | None, group: dist.ProcessGroup, causal: bool, scale: float) -> AttentionFunction:
     yunchang = import_module("yunchang")
     fa = import_module("yunchang.kernels").AttnType.FA
     num_ranks, settings = group.size(), {"softmax_scale": scale, "causal": causal}

@@ -1,6 +1,6 @@
 """Whether a peer computes attention at all: its results against unsharded attention in float64.
 
-A time of wrong results is no time. Legend of shapes: [s, b, h, d], with h_k in place of h for k, v, dk and dv.
+A peer whose results are wrong is not timed. Legend of shapes: [s, b, h, d], with h_k in place of h for k, v, dk and dv.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """A stand-in for the `flash_attn` package, which needs CUDA, so that libraries built on it run on a CPU.
 
-It has the three functions that the peers call, with their arguments by position and by name, on `Blocks`. Dropout,
-windows, softcap and ALiBi are refused. It costs one copy more than the package: torch's operator has no place to
-write gradients to. For processes that run a benchmark alone: other code in the process would take it for the package.
+It has the three functions that the peers call, with their arguments by position and by name, on `BlockOperators`.
+Dropout, windows, softcap and ALiBi are refused. It costs one copy more than the package, since torch's operator cannot
+write gradients into given buffers. Only for processes that do nothing but run a benchmark: other code in the process
+would take it for the package.
 
 Legend of shapes: q, out, dout, dq [b, s_q, h, d]; k, v, dk, dv [b, s_k, h_k, d]; lse float32 [b, h, s_q].
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from charm_megatron.errors import ConfigError
-from charm_megatron.peers.blocks import Blocks
+from charm_megatron.peers.blocks import BlockOperators
 
 PACKAGE = "flash_attn"
 INTERFACE = "flash_attn.flash_attn_interface"
@@ -36,13 +37,13 @@ def why_not_install() -> str | None:
     return None
 
 
-def install() -> Blocks:
-    """Makes `import flash_attn` give the stand-in in this process; gives what computes its blocks."""
+def install() -> BlockOperators:
+    """Makes `import flash_attn` find the stand-in in this process; returns what computes its blocks."""
     obstacle = why_not_install()
     if obstacle:
         raise ConfigError(f"no stand-in for flash_attn: {obstacle}")
     if PACKAGE not in sys.modules:
-        blocks = Blocks()
+        blocks = BlockOperators()
         interface = _interface(blocks)
         package = ModuleType(PACKAGE, __doc__)
         package.__spec__ = ModuleSpec(PACKAGE, None, is_package=True)
@@ -54,7 +55,7 @@ def install() -> Blocks:
             charm_megatron_blocks=blocks,
         )
         sys.modules[PACKAGE], sys.modules[INTERFACE] = package, interface
-    found: Blocks = sys.modules[PACKAGE].charm_megatron_blocks
+    found: BlockOperators = sys.modules[PACKAGE].charm_megatron_blocks
     return found
 
 
@@ -62,7 +63,7 @@ def _is_stand_in(module: ModuleType) -> bool:
     return hasattr(module, "charm_megatron_blocks")
 
 
-def _interface(blocks: Blocks) -> ModuleType:
+def _interface(blocks: BlockOperators) -> ModuleType:
     """The module that has the functions: plain ones, as peers read their arguments with `inspect`."""
 
     def _flash_attn_forward(
@@ -78,7 +79,7 @@ def _interface(blocks: Blocks) -> ModuleType:
         alibi_slopes: Tensor | None = None,
         return_softmax: bool = False,
     ) -> tuple[Tensor, Tensor, None, None]:
-        """Gives out, lse, no probabilities and no state of random numbers."""
+        """Returns out, lse, and None for the probabilities and the random state."""
         _refuse(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
         out, lse = _forward(blocks, q, k, v, causal, softmax_scale)
         return out, lse, None, None
@@ -103,7 +104,7 @@ def _interface(blocks: Blocks) -> ModuleType:
         deterministic: bool = False,
         rng_state: Tensor | None = None,
     ) -> None:
-        """Fills dq, dk and dv. The package gives the row sums of dout * out, which no peer reads."""
+        """Fills dq, dk and dv. The package returns the row sums of dout * out, which no peer reads."""
         _refuse(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
         gradients = _backward(blocks, dout, q, k, v, out, softmax_lse, causal, softmax_scale)
         for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
@@ -147,7 +148,7 @@ def _interface(blocks: Blocks) -> ModuleType:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float, blocks: Blocks
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float, blocks: BlockOperators
     ) -> Tensor:
         out, lse = _forward(blocks, q, k, v, causal, softmax_scale)
         ctx.causal, ctx.softmax_scale, ctx.blocks = causal, softmax_scale, blocks
@@ -162,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward(
-    blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float
+    blocks: BlockOperators, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     _check_square(q, k, causal)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d] -> [b, h, s, d]
@@ -171,7 +172,7 @@ def _forward(
 
 
 def _backward(
-    blocks: Blocks,
+    blocks: BlockOperators,
     dout: Tensor,
     q: Tensor,
     k: Tensor,

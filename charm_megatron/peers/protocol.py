@@ -1,11 +1,11 @@
-"""What the operator benchmark times: one of our schedules, or another library."""
+"""What is timed: an implementation of attention, be it one of our schedules or another library."""
 
 from typing import Protocol
 
 from torch import Tensor
 
 
-class Contestant(Protocol):
+class Implementation(Protocol):
     """Attention of this rank's shard. `forward` and then `backward` are timed; both may be repeated."""
 
     def forward(self) -> None: ...

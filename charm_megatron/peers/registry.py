@@ -3,7 +3,7 @@
 All run as their packages ship them. Where one computes blocks by the `flash_attn` package, which needs CUDA, a stand-in
 on torch's CPU operators takes its place (`flash_attn_on_cpu`), so that a peer differs from us in its schedule alone.
 
-This module only describes, and imports no peer; `peer_calls` runs them, `peer_check` judges them.
+This module only describes, and imports no peer; `calls` runs them, `check` judges them.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class Peer:
 
     @property
     def is_ring(self) -> bool:
-        """Whether all its KV goes round all ranks."""
+        """Whether all its KV circulates through all ranks."""
         match self.library:
             case TorchTemplate(rotate):
                 return rotate == "alltoall"

@@ -198,7 +198,7 @@ def _mark_of(name: str) -> Mark | None:
 def networks() -> dict[str, Mark]:
     """Our networks by name: a namespace is `<network>-switch` or `<network>-r<rank>`.
 
-    The mark is the switch's, as its name sorts last; a network without one was not finished.
+    The mark is the switch's, because its name sorts last; a network without one was not finished.
     """
     return {name.rpartition("-")[0]: mark for name, mark in marked().items()}
 

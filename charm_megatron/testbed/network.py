@@ -1,11 +1,11 @@
-"""A network of namespaces with shaped links on this machine, one namespace a rank.
+"""A network of namespaces with shaped links on this machine, one namespace per rank.
 
     with Testbed(load_profile("nvlink_2x4")) as net:
         net.run_ranks(lambda rank: [sys.executable, "rank.py"])
         net.payload_bytes(0)
 
-It is removed, with all processes in it, when the block ends or when this process dies in whatever way. `kept` has
-networks that stay.
+It is removed, with all processes in it, when the block ends or when this process dies in whatever way. `persistent`
+has networks that stay.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from charm_megatron.processes.rank_processes import OnLine, RankOutput, run_processes
+from charm_megatron.processes.commands import OnLine, RankOutput, run_commands
+from charm_megatron.processes.environment import RankPlacement
 from charm_megatron.testbed.commands import (
     HEADER_BYTES,
     Names,
@@ -58,15 +59,8 @@ class Network:
     def environment(self, rank: int) -> dict[str, str]:
         """What torch.distributed needs to know on a rank."""
         size = self.profile.ranks_per_domain
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % size),
-            "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": self.profile.address(0),
-            "MASTER_PORT": str(MASTER_PORT),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
+        placement = RankPlacement(rank, self.num_ranks, rank % size, size)
+        return {**placement.variables(self.profile.address(0), MASTER_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
 
     def popen(
         self, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **settings: Any
@@ -94,9 +88,9 @@ class Network:
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            return self.popen(rank, argv_for_rank(rank), env, **pipes)
+            return self.popen(rank, argv_for_rank(rank), env, process_group=0, **pipes)
 
-        return run_processes(start, ranks or range(self.num_ranks), timeout_s, on_line)
+        return run_commands(start, ranks or range(self.num_ranks), timeout_s, on_line)
 
     def entered(self, rank: int) -> AbstractContextManager[None]:
         """Context in which sockets that this thread makes are the rank's."""

@@ -16,7 +16,7 @@ from charm_megatron.testbed.network import Network, digest, make
 from charm_megatron.testbed.profile import Profile
 
 
-def kept_name(profile_name: str) -> str:
+def persistent_name(profile_name: str) -> str:
     """Name of the network that `charm-megatron testbed up` makes."""
     return f"{PREFIX}{profile_name}"
 
@@ -28,7 +28,7 @@ def bring_up(profile: Profile) -> bool:
     """
     require_available()
     remove_stale()
-    names = Names(kept_name(profile.name))
+    names = Names(persistent_name(profile.name))
     there = networks().get(names.network)
     if there is not None:
         _check_same(profile, there)
@@ -36,8 +36,8 @@ def bring_up(profile: Profile) -> bool:
     try:
         # Half a network of a process that was killed must not pass for one that is up.
         make(profile, names, Owner.this_process())
-        kept = str(Mark(profile.name, digest(profile), None))
-        execute(mark_namespace(name, kept) for name in names.all(profile))
+        mark = str(Mark(profile.name, digest(profile), None))
+        execute(mark_namespace(name, mark) for name in names.all(profile))
     except BaseException:
         remove_networks([names.network])
         raise
@@ -45,34 +45,34 @@ def bring_up(profile: Profile) -> bool:
 
 
 def take_down(profile_name: str | None = None) -> list[str]:
-    """Removes the kept network of a profile, or all kept ones, and what dead processes have left. Says which."""
+    """Removes the persistent network of a profile, or all, and what dead processes have left; returns their names."""
     require_available()
-    kept = [name for name, mark in networks().items() if mark.owner is None]
-    wanted = kept if profile_name is None else [kept_name(profile_name)]
+    persistent = [name for name, mark in networks().items() if mark.owner is None]
+    wanted = persistent if profile_name is None else [persistent_name(profile_name)]
     return [*remove_networks(wanted), *remove_stale()]
 
 
 def is_up(profile: Profile) -> bool:
     """Whether `up` has made a network of this name."""
     require_available()
-    return _kept(profile) is not None
+    return _persistent(profile) is not None
 
 
 def attach(profile: Profile) -> Network:
-    """The kept network of a profile. Raises `InvalidInput` where there is none, or one of another shape."""
+    """The persistent network of a profile. Raises `InvalidInput` where there is none, or one of another shape."""
     require_available()
-    there = _kept(profile)
+    there = _persistent(profile)
     if there is None:
         raise InvalidInput(
             f"the test network {profile.name} is not up; `charm-megatron testbed up {profile.name}` makes it"
         )
     _check_same(profile, there)
-    return Network(profile, Names(kept_name(profile.name)))
+    return Network(profile, Names(persistent_name(profile.name)))
 
 
-def _kept(profile: Profile) -> Mark | None:
+def _persistent(profile: Profile) -> Mark | None:
     """Of a network that is whole: while it is made, or if that was cut short, it still has an owner."""
-    there = networks().get(kept_name(profile.name))
+    there = networks().get(persistent_name(profile.name))
     return there if there is not None and there.owner is None else None
 
 

@@ -22,7 +22,7 @@ MAX_DOMAINS = MAX_RANKS_PER_DOMAIN = 250
 
 
 @dataclass(frozen=True)
-class Link:
+class SharedLink:
     """Something that transfers share: `bytes_per_s` of payload in all."""
 
     name: str
@@ -75,11 +75,11 @@ class Profile(Section):
         """IPv4 address of a rank; the third byte is the domain, so that one prefix matches it."""
         return f"10.77.{self.domain(rank)}.{rank % self.ranks_per_domain + 1}"
 
-    def links(self, src: int, dst: int) -> tuple[Link, ...]:
+    def links(self, src: int, dst: int) -> tuple[SharedLink, ...]:
         """All that a transfer passes, in order. The slowest of them by load bounds a schedule's time from below."""
         here, there = self.domain(src), self.domain(dst)
-        shared: list[Link] = []
-        bus = [Link(f"bus of domain {here}", self.inside_bytes_per_s)] if self.bus == "domain" else []
+        shared: list[SharedLink] = []
+        bus = [SharedLink(f"bus of domain {here}", self.inside_bytes_per_s)] if self.bus == "domain" else []
         if here == there:
             rate, side = self.inside_bytes_per_s, "inside"
         else:
@@ -87,17 +87,20 @@ class Profile(Section):
             rate, side = self.across_bytes_per_s, "across"
             if self.nic == "domain":
                 shared = [
-                    Link(f"domain {here} sends across", rate),
-                    Link(f"domain {there} receives across", rate),
+                    SharedLink(f"domain {here} sends across", rate),
+                    SharedLink(f"domain {there} receives across", rate),
                 ]
-        first, last = Link(f"rank {src} sends {side}", rate), Link(f"rank {dst} receives {side}", rate)
+        first, last = (
+            SharedLink(f"rank {src} sends {side}", rate),
+            SharedLink(f"rank {dst} receives {side}", rate),
+        )
         return (first, *bus, *shared, last)
 
 
-def fair_rates(transfers: Sequence[Sequence[Link]]) -> list[float]:
+def fair_rates(transfers: Sequence[Sequence[SharedLink]]) -> list[float]:
     """Bytes per second of each of some endless transfers at once: max-min fair, by filling links up step by step."""
     rates: dict[int, float] = {}
-    users: dict[Link, list[int]] = {}
+    users: dict[SharedLink, list[int]] = {}
     for index, links in enumerate(transfers):
         for link in links:
             users.setdefault(link, []).append(index)

@@ -1,4 +1,4 @@
-"""What all ranks of a group have told -> the domains of all, and why these."""
+"""What all ranks of a group know of their places -> the domains of all, and why these."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from charm_megatron.topology.places import (
 )
 
 
-def domains_from_facts(told: Sequence[RankFacts]) -> tuple[Domains, str]:
-    """The domains by what `told[cp_rank]` says, and the reason for the receipt.
+def domains_from_facts(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
+    """The domains that follow from `facts[cp_rank]` of all ranks, and the reason for the receipt.
 
     Pure, and the words are the same everywhere: so are domains, reason and error. Raises `ScheduleDisagreement`
     where ranks were given different settings or files, `TopologyError` where one does not know its place.
     """
-    settings = {(one.declared, one.groups): rank for rank, one in reversed(list(enumerate(told)))}
+    settings = {(one.declared, one.groups): rank for rank, one in reversed(list(enumerate(facts)))}
     if len(settings) > 1:
         listed = "; ".join(
             f"rank {rank}: {declared}{_groups_text(groups)}"
@@ -28,49 +28,49 @@ def domains_from_facts(told: Sequence[RankFacts]) -> tuple[Domains, str]:
         raise ScheduleDisagreement(
             f"the ranks of a context-parallel group have different charm.domains: {listed}"
         )
-    _require_known(told)
-    domains, reason = _by_rule(told)
-    return domains, reason + _slurm_differs(told)
+    _require_known(facts)
+    domains, reason = _by_rule(facts)
+    return domains, reason + _slurm_differs(facts)
 
 
-def _by_rule(told: Sequence[RankFacts]) -> tuple[Domains, str]:
-    declared, places = told[0].declared, [one.place for one in told]
+def _by_rule(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
+    declared, places = facts[0].declared, [one.place for one in facts]
     words = " ".join(map(str, places))
     if declared.isdecimal():
-        return even_domains(len(told), int(declared)), f"as set by charm.domains: {declared}"
+        return even_domains(len(facts), int(declared)), f"as set by charm.domains: {declared}"
     match declared:
         case "hosts":
             return domains_from_hosts([place.host for place in places]), "one per host"
         case "numa":
-            return domains_from_numa(places), f"one a NUMA node: {words}"
+            return domains_from_numa(places), f"one per NUMA node: {words}"
         case "nvlink":
-            return domains_from_islands(told), f"one an NVLink island: {words}"
+            return domains_from_islands(facts), f"one per NVLink island: {words}"
         case path:
-            return domains_from_groups(places, told[0].groups), f"as {path} says: {words}"
+            return domains_from_groups(places, facts[0].groups), f"as {path} says: {words}"
 
 
-def _require_known(told: Sequence[RankFacts]) -> None:
-    problems = {rank: one.problem for rank, one in enumerate(told) if one.problem is not None}
+def _require_known(facts: Sequence[RankFacts]) -> None:
+    problems = {rank: one.problem for rank, one in enumerate(facts) if one.problem is not None}
     if not problems:
         return
     first = min(problems)
     others = f"; also ranks {', '.join(map(str, list(problems)[1:]))}" if len(problems) > 1 else ""
-    rules = ", ".join(rule for rule in ("hosts", "numa", "nvlink") if rule != told[first].declared)
+    rules = ", ".join(rule for rule in ("hosts", "numa", "nvlink") if rule != facts[first].declared)
     raise TopologyError(
-        f"charm.domains: {told[first].declared} does not work on context-parallel rank {first}, on "
-        f"{told[first].place.host}: {problems[first]}{others}; set it to {rules}, a number or a file of domains"
+        f"charm.domains: {facts[first].declared} does not work on context-parallel rank {first}, on "
+        f"{facts[first].place.host}: {problems[first]}{others}; set it to {rules}, a number or a file of domains"
     )
 
 
-def _slurm_differs(told: Sequence[RankFacts]) -> str:
-    """Said where SLURM and the hosts' own names split the ranks differently, of which one must be mistaken.
+def _slurm_differs(facts: Sequence[RankFacts]) -> str:
+    """Returns a warning where SLURM and the hosts' own names split the ranks differently: one must be mistaken.
 
     Machines of one name look like one host, containers with names of their own on one machine like several.
     """
-    nodes = [one.slurm_node for one in told if one.slurm_node is not None]
-    if len(nodes) < len(told) or told[0].declared.isdecimal():
+    nodes = [one.slurm_node for one in facts if one.slurm_node is not None]
+    if len(nodes) < len(facts) or facts[0].declared.isdecimal():
         return ""
-    hosts = [one.place.host for one in told]
+    hosts = [one.place.host for one in facts]
     by_slurm = domains_from_hosts(nodes)
     if by_slurm == domains_from_hosts(hosts):
         return ""

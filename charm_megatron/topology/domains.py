@@ -61,6 +61,6 @@ def even_domains(cp_size: int, num_domains: int) -> Domains:
 
 
 def domains_from_hosts(hosts: Sequence[str]) -> Domains:
-    """One domain a host; `hosts[cp_rank]` names the machine of each rank."""
+    """One domain per host; `hosts[cp_rank]` names the machine of each rank."""
     numbers: dict[str, int] = {}
     return Domains(tuple(numbers.setdefault(host, len(numbers)) for host in hosts))

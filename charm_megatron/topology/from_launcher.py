@@ -1,6 +1,6 @@
 """Which ranks share a host, before any of them runs: from what torchrun and SLURM tell their processes.
 
-For checks ahead only. When ranks run, they tell where they are.
+For checks ahead only: ranks that run find out themselves where they are.
 """
 
 import re
@@ -15,8 +15,8 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 def ranks_of_hosts(environment: Mapping[str, str], num_ranks: int) -> tuple[int, ...] | None:
     """How many of a job's ranks each host runs, where ranks are numbered host by host; None where that is unknown.
 
-    torchrun says how many ranks it starts a node. Where SLURM's tasks are as many as ranks, srun starts the ranks.
-    Otherwise something like torchrun does, once a node of the job.
+    torchrun says how many ranks it starts per node. Where SLURM's tasks are as many as ranks, srun starts the ranks.
+    Otherwise something like torchrun does, once per node of the job.
     """
     per_host = _number(environment, "LOCAL_WORLD_SIZE")
     if per_host:
@@ -44,7 +44,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def domains_of_cp_groups(counts: Sequence[int], cp_size: int, tp_size: int) -> tuple[Domains, ...]:
-    """One domain a host, for each kind of context-parallel group that Megatron makes: each once, the first first.
+    """One domain per host, for each kind of context-parallel group that Megatron makes: each once, in order of rank.
 
     Megatron numbers tensor-parallel ranks first, then context-parallel ones (its `--use-tp-pp-dp-mapping` too); so
     the ranks of a group are `tp_size` apart.

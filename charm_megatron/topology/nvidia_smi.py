@@ -87,6 +87,6 @@ def island_of(topology: GpuTopology, addresses: Sequence[str], address: str) -> 
 
 
 def _first_line(lines: Sequence[str]) -> str:
-    """What was printed in place of what should be, for messages."""
+    """What was printed instead, for messages."""
     first = next((line.strip() for line in lines if line.strip()), None)
     return ", but nothing" if first is None else f", but {first[:80]!r} first"

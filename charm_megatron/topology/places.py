@@ -1,6 +1,6 @@
-"""Where each rank of a group runs, as the rank itself tells it, and the domains that follow.
+"""Where each rank of a group runs, by the rank's own account, and the domains that follow.
 
-Ranks tell plain words, and each makes the domains of all from all words: the same on every rank.
+Ranks exchange plain words, and each derives the domains of all from all words: the same on every rank.
 """
 
 import re
@@ -38,7 +38,7 @@ Groups = tuple[tuple[Place, ...], ...]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank tells the others of itself before they plan."""
+    """What a rank shares of itself with the others before they plan."""
 
     declared: str
     """Its own charm.domains."""
@@ -72,14 +72,14 @@ def domains_from_numa(places: Sequence[Place]) -> Domains:
     return domains_from_hosts([str(place) for place in places])
 
 
-def domains_from_islands(told: Sequence[RankFacts]) -> Domains:
+def domains_from_islands(facts: Sequence[RankFacts]) -> Domains:
     """One domain for each NVLink island of each host.
 
     Raises `TopologyError` where ranks of one host see different GPUs: their islands have no common numbers, and
     none of them knows what connects its GPU to the others'.
     """
     seen: defaultdict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(facts):
         seen[one.place.host].setdefault(one.gpus, rank)
     for host, ranks in seen.items():
         if len(ranks) > 1:
@@ -89,7 +89,7 @@ def domains_from_islands(told: Sequence[RankFacts]) -> Domains:
                 f"islands are not known; let every rank see all GPUs of its host, as with SLURM's --gpus-per-node in "
                 f"place of --gpus-per-task, or set charm.domains to hosts, numa, a number or a file"
             )
-    return domains_from_hosts([str(one.place) for one in told])
+    return domains_from_hosts([str(one.place) for one in facts])
 
 
 def domains_from_groups(places: Sequence[Place], groups: Sequence[Sequence[Place]]) -> Domains:

@@ -17,8 +17,8 @@ from unittest import mock
 from charm_megatron.config import MegatronValue
 from charm_megatron.errors import ConfigError, InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
+from charm_megatron.processes.failure import reason
 from charm_megatron.train.flags import CPU_NEEDS, DEFAULTS, OWNED
-from charm_megatron.train.rank import reason
 
 Flags = Mapping[str, MegatronValue]
 

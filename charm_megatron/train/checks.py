@@ -147,7 +147,7 @@ def _domains_ahead(
 ) -> tuple[Domains, ...]:
     """The domains of each kind of context-parallel group of the job; none where only the ranks can find out.
 
-    Raises `TopologyError` for a number that does not fit, and for a file that is none of domains.
+    Raises `TopologyError` for a number that does not fit, and for a file that does not list domains.
     """
     declared = config.charm.domains
     if isinstance(declared, int):

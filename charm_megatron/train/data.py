@@ -1,4 +1,4 @@
-"""A folder of text -> Megatron's indexed dataset, one token a byte.
+"""A folder of text -> Megatron's indexed dataset, one token per byte.
 
 Tokens 0..255 are the bytes of the text in UTF-8, and 256 ends a document. A document is a file.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from charm_megatron.errors import ConfigError
+from charm_megatron.files import write_atomically, write_text
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
@@ -90,18 +91,22 @@ def build_dataset(text: TextFolder, prefix: Path) -> None:
             )
         return
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    num_documents, num_tokens = _write(text, prefix)
-    facts = {"text": str(text.path), "documents": num_documents, "tokens": num_tokens}
-    source.write_text(json.dumps(facts) + "\n", "utf-8")
-    prefix.with_suffix(".idx.part").replace(prefix.with_suffix(".idx"))
+
+    def write(index: Path) -> None:
+        num_documents, num_tokens = _write(text, prefix.with_suffix(".bin"), index)
+        facts = {"text": str(text.path), "documents": num_documents, "tokens": num_tokens}
+        write_text(source, json.dumps(facts) + "\n")
+
+    write_atomically(prefix.with_suffix(".idx"), write)
 
 
-def _write(text: TextFolder, prefix: Path) -> tuple[int, int]:
+def _write(text: TextFolder, tokens_path: Path, index: Path) -> tuple[int, int]:
+    """Returns how many documents and tokens it has written."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(VOCABULARY_SIZE)
-    builder = IndexedDatasetBuilder(str(prefix.with_suffix(".bin")), dtype=dtype)
+    builder = IndexedDatasetBuilder(str(tokens_path), dtype=dtype)
     piece = min(MAX_PIECE_TOKENS, max(MIN_PIECE_TOKENS, text.num_bytes // PIECES))
     num_documents = num_tokens = 0
     for content in text.documents():
@@ -110,7 +115,7 @@ def _write(text: TextFolder, prefix: Path) -> tuple[int, int]:
         builder.add_document(tokens, [piece] * full + ([rest] if rest else []))
         num_documents += 1
         num_tokens += len(tokens)
-    builder.finalize(str(prefix.with_suffix(".idx.part")))
+    builder.finalize(str(index))
     return num_documents, num_tokens
 
 

@@ -1,6 +1,6 @@
 """A run whose ranks are started by something else: torchrun, srun, or a scheduler of one's own.
 
-Each process runs its own rank, and its output goes where the starter sends it.
+Each process runs its own rank, and its output goes where the launcher sends it.
 """
 
 from collections.abc import Mapping
@@ -10,29 +10,27 @@ from typing import Any
 from charm_megatron.config import RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput
 from charm_megatron.mcore.compat import require_pretraining
+from charm_megatron.processes.environment import launched_rank
 from charm_megatron.topology.from_launcher import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
 from charm_megatron.train.pretrain import Summary, summarize
-from charm_megatron.train.rank import RankJob
+from charm_megatron.train.rank_job import RankJob
 from charm_megatron.train.run_folder import RunFolder
-
-
-def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started as a rank."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def run_as_rank(
     config: RunConfig, path: Path | None, resume: bool, environment: Mapping[str, str]
 ) -> Summary | None:
-    """Runs this process's rank; gives the summary on the last rank, which has the losses.
+    """Runs this process's rank; returns the summary on the last rank, which has the losses.
 
     The same checks as for ranks of our own; rank 0 makes the run folder, which all must see under the same
     path. Raises `InvalidInput` for what the caller can mend.
     """
     if path is None:
         raise InvalidInput("--out must be given where ranks are started by something else, the same to all")
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    placement = launched_rank(environment)
+    assert placement is not None, "the caller has looked"
+    rank, world_size = placement.rank, placement.world_size
     config = _with_ranks(config, world_size)
     folder = RunFolder(path.absolute())
     done = 0

@@ -21,7 +21,7 @@ from charm_megatron.train.arguments import command_line
 from charm_megatron.train.data import TextFolder, build_dataset, check_size
 from charm_megatron.train.device import initialize_groups, stand_in_for_cuda
 from charm_megatron.train.metrics import LOSS, Emit, Recorder
-from charm_megatron.train.rank import RankJob
+from charm_megatron.train.rank_job import RankJob
 from charm_megatron.train.run_folder import RunFolder, append_row
 from charm_megatron.workload import Workload
 

@@ -23,7 +23,7 @@ Emit = Callable[[str, dict[str, Any]], None]
 
 
 class Recorder:
-    """Emits a "step" row an iteration, and an "evaluation" row an evaluation.
+    """Emits a "step" row per iteration, and an "evaluation" row per evaluation.
 
     Megatron has the loss on the ranks of the last pipeline stage only; use this on the last rank, as
     Megatron's own log does.

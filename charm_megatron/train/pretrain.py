@@ -10,8 +10,8 @@ from charm_megatron.config import RunConfig
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.compat import require_pretraining
 from charm_megatron.train.checks import JobFacts, check_job, check_quickly, require_more_to_do
-from charm_megatron.train.launch import call_in_server, run_ranks, start_server
-from charm_megatron.train.rank import Event, RankJob
+from charm_megatron.train.launch import SERVER, call_in_server, run_ranks
+from charm_megatron.train.rank_job import RankJob, RunEvent
 from charm_megatron.train.run_folder import RunFolder, read_rows
 
 
@@ -24,7 +24,7 @@ class View(Protocol):
     def training(self, first_iteration: int, last_iteration: int) -> AbstractContextManager[None]:
         """Shows iterations inside the block."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         """A rank reported something."""
 
 
@@ -52,7 +52,7 @@ def run_pretrain(config: RunConfig, path: Path, resume: bool, view: View) -> Sum
     check_quickly(config)
     require_pretraining()
     view.stage("importing Megatron and checking its flags")
-    start_server()
+    SERVER.start()
     on_this_host = (config.launch.ranks,)
     facts: JobFacts = call_in_server(check_job, config, folder, resume, on_this_host)
     require_more_to_do(folder, done, facts)
@@ -79,7 +79,7 @@ def _made(folder: RunFolder, config: RunConfig, resume: bool) -> Iterator[None]:
 
 
 def summarize(folder: RunFolder, config: RunConfig) -> Summary:
-    """Reads the rows of a run, draws them, and gives their ends."""
+    """Reads the rows of a run, draws them, and returns the first and last of them."""
     from charm_megatron.train.plot import draw_losses
 
     steps, evaluations = read_rows(folder.metrics), read_rows(folder.evaluation)

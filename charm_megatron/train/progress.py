@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from charm_megatron.train.pretrain import Summary
-from charm_megatron.train.rank import Event
+from charm_megatron.train.rank_job import RunEvent
 
 NUM_LINES = 10
 """Lines a run prints where the output is not a terminal, and a bar would not move."""
@@ -43,7 +43,7 @@ class TerminalView:
             self._task = self._progress.add_task("", total=last_iteration, completed=first_iteration)
             yield
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         """Shows the receipt, an iteration or an evaluation."""
         row = event.row
         if event.kind == "started":

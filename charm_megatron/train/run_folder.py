@@ -1,8 +1,8 @@
 """What a run leaves on disk.
 
 config.yaml        the configuration, overrides applied and defaults filled in
-metrics.jsonl      one row an iteration: iteration, loss, grad_norm, step_time_s, tokens
-evaluation.jsonl   one row an evaluation: iteration, part of the text, loss
+metrics.jsonl      one row per iteration: iteration, loss, grad_norm, step_time_s, tokens
+evaluation.jsonl   one row per evaluation: iteration, part of the text, loss
 loss.png           both, drawn
 schedule.txt       the schedule of the attention
 receipt.txt        domains, schedule, bytes by link class, kernel
@@ -12,7 +12,6 @@ logs/rank<N>.log   what each rank printed
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import yaml
 
 from charm_megatron.config import RunConfig
 from charm_megatron.errors import InvalidInput
+from charm_megatron.files import require_writable_folder, write_text
 
 Row = Mapping[str, Any]
 
@@ -85,7 +85,7 @@ class RunFolder:
 
     def check_new(self) -> int:
         """The iterations done so far, 0. Raises `InvalidInput` unless a run can be started here."""
-        _check_writable(self.path)
+        require_writable_folder(self.path)
         if self.path.is_dir() and any(self.path.iterdir()):
             raise InvalidInput(
                 f"{self.path} is not empty; give another --out, or --resume to continue the run in it"
@@ -94,7 +94,7 @@ class RunFolder:
 
     def check_resumable(self) -> int:
         """The iteration of the newest checkpoint. Raises `InvalidInput` where there is none."""
-        _check_writable(self.path)
+        require_writable_folder(self.path)
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         try:
             return int(tracker.read_text("utf-8"))
@@ -114,7 +114,7 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """The resolved configuration; on resume it replaces that of the run so far."""
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-        _replace_text(self.config, text)
+        write_text(self.config, text)
 
     def discard(self, made: Sequence[Path]) -> None:
         """Removes what is in this folder, and the folders `made` for it, the innermost first."""
@@ -127,7 +127,7 @@ class RunFolder:
         """Drops the rows after `iteration`, which a resumed run is about to repeat."""
         for path in (self.metrics, self.evaluation):
             kept = [row for row in read_rows(path) if row["iteration"] <= iteration]
-            _replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -145,17 +145,3 @@ def append_row(path: Path, row: Row) -> None:
     """Adds a row; readers see it whole or not at all."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
-    part.replace(path)
-
-
-def _check_writable(path: Path) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise InvalidInput(f"cannot write to {path}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InvalidInput(f"cannot write to {path}: no permission to write in {existing}")

@@ -73,7 +73,7 @@ def test_domains_are_found_in_what_ranks_say_of_their_place(tmp_path: Path) -> N
         "context parallelism: 4 ranks in 2 domains [0 2 | 1 3], one per host"
     )
     assert first_line("numa", scattered) == (
-        "context parallelism: 4 ranks in 3 domains [0 | 1 3 | 2], one a NUMA node: a:0 b:0 a:1 b:0"
+        "context parallelism: 4 ranks in 3 domains [0 | 1 3 | 2], one per NUMA node: a:0 b:0 a:1 b:0"
     )
     path = tmp_path / "domains.yaml"
     path.write_text("domains: [[a:0, b], [a:1]]")
@@ -156,7 +156,7 @@ def test_domains_are_the_islands_that_nvidia_smi_shows(
     stages = [Stage(Place(host), GPUS[gpu]) for host, gpu in ranks]
     grouped, words = domains.split(": ")
     assert first_line("nvlink", stages) == (
-        f"context parallelism: {len(ranks)} ranks in {grouped}, one an NVLink island: {words}"
+        f"context parallelism: {len(ranks)} ranks in {grouped}, one per NVLink island: {words}"
     )
 
 

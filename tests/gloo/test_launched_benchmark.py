@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 from itertools import product
@@ -13,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from charm_megatron.bench.operator import PASSES
 from charm_megatron.cli.main import app
+from charm_megatron.processes.ports import free_port
+from charm_megatron.schedule.passes import DIRECTIONS
 
 pytestmark = pytest.mark.gloo
 
@@ -64,13 +64,6 @@ def start(
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def torchrun(script: Path, *arguments: str) -> subprocess.Popen[str]:
     words = (
         sys.executable,
@@ -99,7 +92,7 @@ def test_one_node_is_one_domain_and_rank_0_alone_prints_and_writes(tmp_path: Pat
     assert stdout.count("charm") == 2, "one row a pass"
     assert "rror" not in stderr, stderr
     rows = json.loads(files["json"].read_text("utf-8"))
-    assert [(row["schedule"], row["pass"]) for row in rows] == list(product(("ring", "charm"), PASSES))
+    assert [(row["schedule"], row["pass"]) for row in rows] == list(product(("ring", "charm"), DIRECTIONS))
     assert all(0 < row["error"] < 1e-5 for row in rows)
     with files["csv"].open(encoding="utf-8", newline="") as file:
         assert [row["network"] for row in csv.DictReader(file)] == ["1 x 2 ranks of this job"] * 4

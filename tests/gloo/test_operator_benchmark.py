@@ -14,19 +14,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from charm_megatron.bench import operator
+from charm_megatron.bench import operator, rank
+from charm_megatron.bench.case import OperatorCase, OperatorRow, as_json
 from charm_megatron.bench.cluster import Cluster, launched_cluster
-from charm_megatron.bench.operator import OperatorCase, OperatorRow, as_json, planned, run_case
+from charm_megatron.bench.operator import run_case
 from charm_megatron.bench.picture import draw_speed_up
 from charm_megatron.bench.ranks import run_on_ranks
-from charm_megatron.bench.verdict import standings
+from charm_megatron.bench.verdict import verdicts
 from charm_megatron.cli.main import app
 from charm_megatron.errors import LaunchError, TopologyError
 from charm_megatron.kernels.unsharded import relative_error
-from charm_megatron.peers import check as peer_check
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.testbed import namespaces
 from charm_megatron.testbed.profile import Profile
-from charm_megatron.workload import CAUSAL, NO_MASK, Workload
+from charm_megatron.workload import CAUSAL, Mask, Workload
 
 pytestmark = pytest.mark.gloo
 
@@ -44,7 +45,7 @@ def test_each_schedule_has_a_row_a_pass_with_its_planned_bytes(ccr):
         (name, direction) for name in case.schedules for direction in ("forward", "backward")
     ]
     for row in rows:
-        plan = planned(case, CLUSTER, row.schedule)
+        plan = case.plan(row.schedule, CLUSTER.domains)
         assert row.bytes_planned == plan.traffic(row.direction).total_bytes.max()
         assert 0 < row.min_s <= row.median_s <= row.max_s
         assert row.is_modelled == (ccr is not None)
@@ -128,7 +129,7 @@ def test_the_picture_is_written(tmp_path):
     assert text.count("CCR 0.20; grey") == 2, "bars a pass"
 
 
-def test_more_contestants_than_colours_are_all_drawn(tmp_path):
+def test_more_implementations_than_colours_are_all_drawn(tmp_path):
     rows = [
         OperatorRow(f"schedule_{i}", "forward", "x", True, median_s=1.0, ratio_to_first=1.0 + i, ccr=ccr)
         for i in range(12)
@@ -167,10 +168,8 @@ ORPHANS = """
 import os, sys, time
 from charm_megatron.bench.cluster import Cluster
 from charm_megatron.bench.ranks import run_on_ranks
-from charm_megatron.bench.verdict import standings
-from charm_megatron.kernels.unsharded import relative_error
 
-def sleep(tell, rank, num_ranks):
+def sleep(log, rank, num_ranks):
     print(os.getpid(), flush=True)
     time.sleep(600)
 
@@ -197,21 +196,21 @@ def timed(name, median_s, *, is_peer=False, note=""):
     return OperatorRow(name, "forward", "x", True, is_peer, median_s, median_s, median_s, 1.0, 0.5, note=note)
 
 
-def test_the_standing_counts_rings_only_as_rings_and_says_who_is_slower():
+def test_the_verdict_counts_rings_only_as_rings_and_says_who_is_slower():
     rows = [
         timed("ring", 2.0),
         timed("charm", 1.0),
         timed("ringmaster_allgather", 0.5, is_peer=True),
         timed("torch_ring", 2.5, is_peer=True),
     ]
-    assert list(standings(rows)) == [
-        "forward, CCR 0.50: charm is SLOWER than the best peer: ringmaster_allgather is 2.00x as fast",
-        "  our ring takes 0.80 of the time of the fastest ring of a peer, torch_ring",
+    assert list(verdicts(rows)) == [
+        "forward, CCR 0.50: charm is SLOWER than the fastest peer: ringmaster_allgather is 2.00x as fast",
+        "  our ring takes 0.80 times as long as the fastest peer ring, torch_ring",
     ]
-    assert list(standings(rows[:2])) == []
-    assert "charm is 2.50x as fast" in next(standings([rows[1], rows[3]]))
-    assert "is as fast as the best peer" in next(
-        standings([rows[1], timed("torch_ring", 1.01, is_peer=True)])
+    assert list(verdicts(rows[:2])) == []
+    assert "charm is 2.50x as fast" in next(verdicts([rows[1], rows[3]]))
+    assert "is as fast as the fastest peer" in next(
+        verdicts([rows[1], timed("torch_ring", 1.01, is_peer=True)])
     )
 
 
@@ -220,7 +219,7 @@ def fail_check(*args, **kwargs):
 
 
 def test_a_peer_whose_results_are_wrong_is_named_and_not_timed(monkeypatch):
-    monkeypatch.setattr(peer_check, "check_peer", fail_check)  # ranks are forked, so they see it
+    monkeypatch.setattr(rank, "check_peer", fail_check)  # ranks are forked, so they see it
     case = replace(CASE, peers=("torch_ring",), repetitions=1)
     rows = [row for row in run_case(case, CLUSTER) if row.is_peer]
     assert {(row.median_s, row.ratio_to_first, row.note) for row in rows} == {
@@ -234,7 +233,7 @@ def test_a_long_sequence_of_many_heads_is_not_compared_with_unsharded_attention(
     assert not replace(CASE, workload=many).can_be_checked
 
 
-def fail_on_one(tell, rank, num_ranks):
+def fail_on_one(log, rank, num_ranks):
     if rank == 1:
         raise ValueError("no luck")
 
@@ -244,10 +243,15 @@ def test_a_rank_that_fails_ends_the_benchmark_with_its_words():
         run_on_ranks(fail_on_one, CLUSTER)
 
 
-def test_masks_without_work_for_some_ranks_are_timed_too():
-    workload = replace(CASE.workload, mask=NO_MASK)
-    rows = run_case(replace(CASE, workload=workload, layout="contiguous", repetitions=1), CLUSTER)
-    assert len(rows) == 6
+def test_a_mask_under_which_most_pairs_of_ranks_have_no_block_is_timed_and_right():
+    workload = replace(CASE.workload, mask=Mask(8, 0))
+    case = replace(CASE, workload=workload, schedules=("ring", "charm"), layout="contiguous", repetitions=1)
+    for name in case.schedules:
+        (forward,) = case.plan(name, CLUSTER.domains).forward
+        assert len(forward.blocks.q) == 4 + 3, "each rank's own block, and that with the keys just before"
+    rows = run_case(case, CLUSTER)
+    assert [(row.schedule, row.direction) for row in rows] == list(product(case.schedules, DIRECTIONS))
+    assert all(row.median_s > 0 and 0 < row.error < 1e-5 for row in rows), rows
 
 
 def run_command(*arguments):
@@ -264,6 +268,23 @@ def test_the_command_writes_rows_for_people_and_for_programs(tmp_path):
     assert {(row["schedule"], row["pass"]) for row in rows} == set(
         product(("ring", "charm"), ("forward", "backward"))
     )
+
+
+def test_a_schedule_of_a_file_is_raced_beside_a_planners(tmp_path):
+    sizes = ("--tokens-per-rank", "32", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
+    group = ("--nodes", "1", "--ranks-per-node", "2", "--mask", "causal")
+    planned = CliRunner().invoke(app, ["plan", "--schedule", "rm_plus", *group, *sizes, "--json"])
+    mine, path = tmp_path / "mine.json", tmp_path / "rows.json"
+    mine.write_text(planned.stdout, "utf-8")
+    options = ("--schedules", f"ring,{mine}", *sizes, "--repetitions", "1")
+    result = run_command(*options, *group, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = {(row["schedule"], row["pass"]): row for row in json.loads(path.read_text("utf-8"))}
+    assert set(rows) == set(product(("ring", str(mine)), DIRECTIONS))
+    assert all(0 < row["error"] < 1e-5 for row in rows.values())
+    refused = run_command(*options, *group[:-1], "none")
+    assert refused.exit_code == 2
+    assert "mask causal, but this group has" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -287,7 +308,7 @@ def test_the_command_writes_rows_for_people_and_for_programs(tmp_path):
         (("--ccr", ""), "is not a list of numbers"),
         (("--json", "/"), "cannot write /: it is a folder"),
         (("--json", "/proc/rows.json"), "cannot write /proc/rows.json"),
-        (("--picture", "speed.xyz"), "does not end in .png or .svg or .pdf"),
+        (("--picture", "speed.xyz"), "cannot draw speed.xyz: names of pictures end in .svg, .png, .pdf"),
         (("--suite", "smoke", "--heads", "4"), "--suite has its own races; leave --heads out"),
         (("--schedules", "ring,ring_self_attention", "--ccr", "1"), "computes whole rows of logits"),
         (("--mask", "casual"), "did you mean 'causal'"),

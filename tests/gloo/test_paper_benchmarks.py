@@ -5,28 +5,29 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from charm_megatron.bench.ablation import RATIOS, compare, race, settings
+from charm_megatron.bench.ablation import RATIOS, compare, paper_networks, race
+from charm_megatron.bench.case import OperatorRow
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.bench.numerics import UNSHARDED, Contender, NumericsCase, measure_numerics
-from charm_megatron.bench.operator import OperatorRow
+from charm_megatron.bench.numerics import UNSHARDED, NumericsCase, ScheduleVariant, measure_numerics
 from charm_megatron.cli.main import app
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
 pytestmark = pytest.mark.gloo
 
-NARROW, WIDE = Contender("charm", "model", "model"), Contender("charm", "float32", "float32")
+NARROW, WIDE = ScheduleVariant("charm", "model", "model"), ScheduleVariant("charm", "float32", "float32")
 
 
 def measure(dtype, mask=NO_MASK, layout="contiguous", draws=3):
     workload = Workload(1, 64, 2, 2, 16, 16, dtype, mask)
     case = NumericsCase(workload, (NARROW, WIDE), draws, layout)
-    return {(row.contender, row.tensor): row for row in measure_numerics(case, Cluster(2, 2))}
+    return {(row.implementation, row.tensor): row for row in measure_numerics(case, Cluster(2, 2))}
 
 
 def test_wide_returns_are_nearer_to_unsharded_attention_than_narrow_ones():
     rows = measure("bfloat16")
     for tensor in ("out", "dq"):
-        narrow, wide = (rows[str(contender), tensor].to_float64 for contender in (NARROW, WIDE))
+        narrow, wide = (rows[str(variant), tensor].to_float64 for variant in (NARROW, WIDE))
         assert wide[1] < narrow[1], tensor
         assert 0 < wide[1] < wide[0] < 0.1
 
@@ -65,8 +66,8 @@ def test_numbers_that_do_not_fit_are_one_line(arguments, message):
     assert message in result.stderr
 
 
-def test_the_five_settings_are_those_of_the_paper_and_differ_from_a_profile_in_one_thing_each():
-    made = settings()
+def test_the_five_networks_are_those_of_the_paper_and_differ_from_a_profile_in_one_thing_each():
+    made = paper_networks()
     assert [(s.num_gpus, s.gpu, s.crosses) for s in made] == [
         (4, "L20", False),
         (8, "L20", True),
@@ -74,24 +75,24 @@ def test_the_five_settings_are_those_of_the_paper_and_differ_from_a_profile_in_o
         (8, "H20", False),
         (16, "H20", True),
     ]
-    assert all(len(setting.paper) == len(RATIOS) for setting in made)
+    assert all(len(network.paper) == len(RATIOS) for network in made)
     assert [s.profile.num_ranks for s in made] == [4, 8, 4, 8, 8]
-    for setting in made:
-        setting.profile.model_validate(setting.profile.model_dump())
+    for network in made:
+        network.profile.model_validate(network.profile.model_dump())
         assert (
-            "charm" in race(setting, tokens_per_rank=8, repetitions=1).case.schedules or not setting.crosses
+            "charm" in race(network, tokens_per_rank=8, repetitions=1).case.schedules or not network.crosses
         )
 
 
 def test_measured_ratios_stand_beside_those_of_the_same_row_of_the_paper():
-    setting = settings()[1]
+    network = paper_networks()[1]
     rows = [
-        OperatorRow(name, way, "x", True, ratio_to_first=factor * ccr, ccr=ccr)
+        OperatorRow(name, direction, "x", True, ratio_to_first=factor * ccr, ccr=ccr)
         for ccr in RATIOS
         for name, factor in (("ring", 1), ("rm_plus", 2), ("charm", 3))
-        for way in ("forward", "backward")
+        for direction in DIRECTIONS
     ]
-    compared = compare(setting, rows)
+    compared = compare(network, rows)
     assert [(row.seq_len, row.schedule, row.forward) for row in compared] == [
         (1792, "rm_plus", 0.5),
         (1792, "charm", 0.75),

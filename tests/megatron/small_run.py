@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from charm_megatron.train.rank import Event
+from charm_megatron.train.rank_job import RunEvent
 from charm_megatron.train.run_folder import RunFolder, read_rows
 
 Values = dict[str, Any]
@@ -57,7 +57,7 @@ class Silent:
     def training(self, first_iteration: int, last_iteration: int) -> Iterator[None]:
         yield
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         pass
 
 

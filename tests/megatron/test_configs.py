@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from charm_megatron.cli.job import by_flag, check
+from charm_megatron.cli.args import by_flag, check_config
 from charm_megatron.cli.main import app
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import load_run_config, variant_names
@@ -54,7 +54,7 @@ def test_flags_pass_megatrons_checks_and_the_schedule_is_right(name: str, varian
     chosen = [f"variant={variant}"] if variant else []
     for schedule in ("ring", "charm"):
         config = load_run_config(FOLDER / name, [*chosen, f"charm.schedule={schedule}"])
-        facts = check(config, Path("runs/run"), cpu=name == "gpt_tiny_cpu.yaml")
+        facts = check_config(config, Path("runs/run"), cpu=name == "gpt_tiny_cpu.yaml")
         dtype = "float32" if name == "gpt_tiny_cpu.yaml" else "bfloat16"
         batch, seq_len, heads, kv_heads, width = sizes
         assert facts.workload == Workload(batch, seq_len, heads, kv_heads, width, width, dtype)
@@ -135,12 +135,12 @@ def test_a_written_schedule_is_checked_for_the_nodes_of_an_allocation(
     config = load_run_config(
         FOLDER / "gpt_350m.yaml", ["variant=table_6_2x16384", f"charm.schedule={written}"]
     )
-    facts = check(config, Path("runs/run"), cpu=False)
+    facts = check_config(config, Path("runs/run"), cpu=False)
     assert facts.domains is None, "hosts are not known here, so the file may be right"
     allocation(2)
-    assert check(config, Path("runs/run"), cpu=False).domains == even_domains(16, 2)
+    assert check_config(config, Path("runs/run"), cpu=False).domains == even_domains(16, 2)
     allocation(4)
     with pytest.raises(
         InvalidInput, match=r"is for 16 ranks in domains .*, but this group has 16 ranks in domains"
     ):
-        check(config, Path("runs/run"), cpu=False)
+        check_config(config, Path("runs/run"), cpu=False)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from charm_megatron.processes.ports import free_port
 from charm_megatron.train.flags import CPU_NEEDS
-from charm_megatron.train.launch import free_port
 
 pytestmark = pytest.mark.megatron
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from charm_megatron.train.launch import free_port, last_lines
+from charm_megatron.processes.output import last_lines_of
+from charm_megatron.processes.ports import free_port
 from charm_megatron.train.run_folder import RunFolder, read_rows
 from tests.megatron.test_lifecycle import wait_until
 
@@ -42,11 +43,11 @@ def test_usr1_saves_and_the_run_continues(tmp_path: Path) -> None:
     try:
         wait_until(lambda: script.poll() is not None or len(read_rows(folder.metrics)) >= 3, timeout_s=120.0)
         script.send_signal(signal.SIGUSR1)
-        assert script.wait(timeout=60) == 0, last_lines(tmp_path / "log")
+        assert script.wait(timeout=60) == 0, last_lines_of(tmp_path / "log")
     finally:
         script.terminate()
     saved = folder.check_resumable()
     assert saved == len(read_rows(folder.metrics)) >= 3
     script = start(folder, "--resume", "--set", f"megatron.train_iters={saved + 2}")
-    assert script.wait(timeout=120) == 0, last_lines(tmp_path / "log")
+    assert script.wait(timeout=120) == 0, last_lines_of(tmp_path / "log")
     assert [row["iteration"] for row in read_rows(folder.metrics)] == list(range(1, saved + 3))

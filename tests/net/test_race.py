@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.testbed import namespaces
 
 REASON = namespaces.why_unavailable()
@@ -24,9 +25,9 @@ def test_the_smoke_suite_counts_on_the_wire_what_is_planned_and_leaves_no_networ
     rows = json.loads(files["json"].read_text("utf-8"))
     ours = [row for row in rows if not row["peer"]]
     assert {(row["schedule"], row["pass"], row["compute"]) for row in ours} == {
-        (name, way, how)
+        (name, direction, how)
         for name in ("ring", "charm")
-        for way in ("forward", "backward")
+        for direction in DIRECTIONS
         for how in ("modelled", "real")
     }
     for row in ours:

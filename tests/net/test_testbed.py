@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from charm_megatron.errors import InvalidInput, LaunchError, NetworkFault, TransferTimeout
-from charm_megatron.testbed import namespaces
+from charm_megatron.testbed import namespaces, persistent
 from charm_megatron.testbed import network as testbed
-from charm_megatron.testbed import persistent as kept
 from charm_megatron.testbed.commands import Names
 from charm_megatron.testbed.probe import Scene, probe
 from charm_megatron.testbed.profile import Profile
@@ -50,7 +49,7 @@ def net() -> Iterator[testbed.Testbed]:
 @pytest.fixture
 def kept_network() -> Iterator[None]:
     yield
-    kept.take_down(SMALL.name)
+    persistent.take_down(SMALL.name)
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def test_every_rank_gets_its_variables_and_its_own_address(net: testbed.Testbed)
 def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(net: testbed.Testbed) -> None:
     script = "if [ $RANK = 2 ]; then echo no luck; exit 3; fi; echo $$; exec sleep 1000"
     pids = []
-    with pytest.raises(LaunchError, match=r"rank 2 ended with code 3:\n  no luck"):
+    with pytest.raises(LaunchError, match=r"rank 2 failed: ended with code 3; its last lines:\n  no luck"):
         net.run_ranks(lambda rank: ["sh", "-c", script], on_line=lambda rank, line: pids.append(line))
     assert not any(is_running(int(pid)) for pid in pids if pid.isdigit())
 
@@ -176,27 +175,27 @@ def test_what_an_owner_left_that_was_killed_with_its_watchdog_goes_with_the_next
     os.kill(watchdog, signal.SIGKILL)
     killed(process)
     assert network in namespaces.networks()
-    assert network in kept.take_down(SMALL.name)
+    assert network in persistent.take_down(SMALL.name)
     assert network not in namespaces.networks()
     assert not is_running(sleeper)
 
 
 @pytest.mark.usefixtures("kept_network")
 def test_up_and_down_can_be_repeated() -> None:
-    assert kept.bring_up(SMALL)
-    assert not kept.bring_up(SMALL)
-    assert kept.attach(SMALL).run_ranks(lambda rank: ["echo", str(rank)])[3].stdout == "3\n"
-    assert kept.kept_name(SMALL.name) in kept.take_down(SMALL.name)
-    assert kept.kept_name(SMALL.name) not in kept.take_down(SMALL.name)
+    assert persistent.bring_up(SMALL)
+    assert not persistent.bring_up(SMALL)
+    assert persistent.attach(SMALL).run_ranks(lambda rank: ["echo", str(rank)])[3].stdout == "3\n"
+    assert persistent.persistent_name(SMALL.name) in persistent.take_down(SMALL.name)
+    assert persistent.persistent_name(SMALL.name) not in persistent.take_down(SMALL.name)
     with pytest.raises(InvalidInput, match="is not up"):
-        kept.attach(SMALL)
+        persistent.attach(SMALL)
 
 
 @pytest.mark.usefixtures("kept_network")
 def test_a_network_of_another_shape_is_not_taken_for_this_one() -> None:
-    kept.bring_up(SMALL)
+    persistent.bring_up(SMALL)
     other = SMALL.model_copy(update={"across_bytes_per_s": 5_000_000})
-    for use in (kept.attach, kept.bring_up):
+    for use in (persistent.attach, persistent.bring_up):
         with pytest.raises(InvalidInput, match="of another shape is up"):
             use(other)
 
@@ -205,8 +204,8 @@ def test_a_network_of_another_shape_is_not_taken_for_this_one() -> None:
 def test_taking_down_spares_networks_in_use_and_what_is_not_ours(
     net: testbed.Testbed, foreign: list[str]
 ) -> None:
-    kept.bring_up(SMALL)
-    kept.take_down(SMALL.name)
+    persistent.bring_up(SMALL)
+    persistent.take_down(SMALL.name)
     namespaces.remove_stale()
     assert namespaces.remove_networks(["charmtb-foreign", foreign[0].removesuffix("-r0")]) == []
     assert net.names.network in namespaces.networks()
@@ -225,10 +224,10 @@ def test_a_namespace_that_somebody_else_has_under_our_name_survives_the_failure_
 
 
 def test_a_network_that_was_cut_short_is_not_taken_for_one_that_is_up(kept_network: None) -> None:
-    names = Names(kept.kept_name(SMALL.name))
+    names = Names(persistent.persistent_name(SMALL.name))
     testbed.make(SMALL, names, namespaces.Owner(pid=2**22 - 1, start=1))
-    assert not kept.is_up(SMALL)
+    assert not persistent.is_up(SMALL)
     with pytest.raises(InvalidInput, match="is not up"):
-        kept.attach(SMALL)
-    assert kept.bring_up(SMALL), "what is left is made anew"
-    assert kept.is_up(SMALL)
+        persistent.attach(SMALL)
+    assert persistent.bring_up(SMALL), "what is left is made anew"
+    assert persistent.is_up(SMALL)

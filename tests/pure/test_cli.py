@@ -1,13 +1,20 @@
 """The command line: one sentence and exit code 2 for what the caller can mend, and a quick start."""
 
+import importlib.metadata
+import json
+import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.core
+import typer.main
 from typer.testing import CliRunner, Result
 
 from charm_megatron import __version__
+from charm_megatron.cli import version
 from charm_megatron.cli.main import app
 
 pytestmark = pytest.mark.pure
@@ -32,17 +39,118 @@ def assert_refused(result: Result, sentence: str) -> None:
     assert result.stdout == ""
 
 
-def test_version_is_printed() -> None:
-    assert invoke("--version").stdout == f"charm-megatron {__version__}\n"
+def all_commands(group: typer.core.TyperGroup, *words: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command, through all groups."""
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from all_commands(command, *words, name)
+        else:
+            yield (*words, name)
 
 
-def test_help_names_the_commands() -> None:
-    assert "pretrain" in invoke("--help").stdout
+ROOT = typer.main.get_command(app)
+assert isinstance(ROOT, typer.core.TyperGroup)
+COMMANDS = sorted(all_commands(ROOT))
+
+# What is wrong with each command's arguments, and the sentence that says so.
+BAD_INPUT = {
+    ("pretrain",): (("/no/such.yaml",), "cannot read configuration /no/such.yaml"),
+    ("launch",): (("--charm-config", "/no/such.yaml", "x.py"), "cannot read configuration /no/such.yaml"),
+    ("args",): (("/no/such.yaml",), "cannot read configuration /no/such.yaml"),
+    ("memory",): (("x.yaml", "--ranks-per-node", "0"), "--ranks-per-node must be at least 1, but is 0"),
+    ("plan",): (("--schedule", "chram"), "did you mean 'charm'?"),
+    ("check",): (("/no/such.json",), "cannot read schedule /no/such.json"),
+    ("bench", "operator"): (("--heads", "0"), "--heads must be at least 1, but is 0"),
+    ("bench", "ablation"): (("--repetitions", "0"), "--repetitions must be at least 1, but is 0"),
+    ("bench", "numerics"): (("--draws", "0"), "--draws must be at least 1, but is 0"),
+    ("bench", "planning"): (("--sizes", "16,many"), "'16,many' is not a list of numbers"),
+    ("bench", "tables-6-7"): (("/no/such",), "/no/such is not a folder"),
+    ("testbed", "up"): (("nvlink2x4",), "did you mean 'nvlink_2x4'"),
+    ("testbed", "down"): (("nvlink2x4",), "did you mean 'nvlink_2x4'"),
+    ("testbed", "exec"): (("nvlink_2x4", "--rank", "8", "--", "true"), "--rank must be 0 to 7"),
+    ("testbed", "status"): (("nvlink2x4",), "did you mean 'nvlink_2x4'"),
+    ("testbed", "probe"): (("nvlink2x4",), "did you mean 'nvlink_2x4'"),
+}
 
 
-def test_help_does_not_import_torch() -> None:
-    program = "import sys, charm_megatron.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_bad_input_to_every_command_is_one_sentence(words: tuple[str, ...]) -> None:
+    arguments, sentence = BAD_INPUT[words]
+    assert_refused(invoke(*words, *arguments), sentence)
+
+
+def test_help_names_every_command_and_needs_nothing_heavy() -> None:
+    """In one process of its own, in which nothing else has imported anything."""
+    program = (
+        "import json, sys; from typer.testing import CliRunner; from charm_megatron.cli.main import app; "
+        "said = [CliRunner().invoke(app, [*words, '--help']) for words in json.loads(sys.argv[1])]; "
+        "print(json.dumps([[result.exit_code, result.stdout] for result in said])); "
+        "sys.exit(bool({'torch', 'numpy', 'matplotlib', 'yaml', 'megatron'} & set(sys.modules)))"
+    )
+    asked: list[tuple[str, ...]] = [(), ("bench",), ("testbed",), *COMMANDS]
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(asked)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for words, (code, text) in zip(asked, json.loads(done.stdout), strict=True):
+        assert code == 0, words
+        assert " ".join(("charm-megatron", *words)) in text
+        for *group, name in COMMANDS:
+            assert tuple(group) != words or name in text
+
+
+NAMES = [
+    "charm-megatron",
+    "Python",
+    "torch",
+    "CUDA",
+    "NCCL",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+]
+
+
+def test_version_prints_a_line_for_each_package_that_decides_how_this_runs() -> None:
+    result = invoke("--version")
+    assert result.exit_code == 0
+    versions = dict(line.split(": ") for line in result.stdout.splitlines())
+    assert [name for name in versions if name != "apex"] == NAMES
+    assert versions["charm-megatron"] == __version__
+    assert versions["Python"] == platform.python_version()
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert all(versions.values())
+
+
+def test_what_is_absent_is_said_and_nothing_of_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    before = set(sys.modules)
+    monkeypatch.setattr(version, "version", absent)
+    lines = list(version.version_lines())
+    for name in NAMES[5:]:
+        assert f"{name}: not installed" in lines
+    assert not any(line.startswith("apex") for line in lines)
+    roots = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert not roots & {"megatron", "transformer_engine", "flash_attn", "apex"}
+
+
+@pytest.mark.parametrize(
+    ("is_nvidias", "line"), [(True, "apex: 7"), (False, "apex: 7 (PyPI's unrelated package)")]
+)
+def test_pypis_package_of_the_name_of_apex_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_nvidias: bool, line: str
+) -> None:
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('not to be imported')")
+    if is_nvidias:
+        (package / "optimizers").mkdir()
+        (package / "optimizers" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(version, "version", lambda name: "7")
+    assert line in list(version.version_lines())
 
 
 def test_the_launcher_does_not_import_torch_or_megatron() -> None:

@@ -1,10 +1,13 @@
 """Predicted memory of attention, beside what the CHARM+ paper measured and computed."""
 
+from collections import defaultdict
+
 import pytest
 
-from charm_megatron.cli.memory import predict
+from charm_megatron.cli.memory_tables import predict
 from charm_megatron.config import CharmConfig
-from charm_megatron.cost.memory import own_bytes, paper_bytes
+from charm_megatron.cost.memory import own_bytes
+from charm_megatron.paper.equations import memory_bytes
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
 from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.topology import even_domains
@@ -20,13 +23,29 @@ def predicted_mb(name: str, row: Measured) -> float:
     return predict(name, row.workload, DOMAINS, CharmConfig()).peak_bytes / 2**20
 
 
-@pytest.mark.parametrize("row", TABLE_3, ids=str)
-def test_charm_needs_more_than_the_ring_by_what_the_paper_measured_within_an_order_of_magnitude(
-    row: Measured,
-) -> None:
-    difference_mb = predicted_mb("charm", row) - predicted_mb("ring", row)
-    assert row.difference_mb > 0
-    assert 0.1 < difference_mb / row.difference_mb < 10
+PREDICTED_OVER_MEASURED = (1.14, 0.46, 3.81, 1.84, 0.29, 0.16, 0.87, 0.25)
+
+
+def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_sixth_to_four_times_what_was_measured() -> (
+    None
+):
+    """No bound of ours: the measured sums hold much that attention's buffers are not, and differ in that too."""
+    ratios = [(predicted_mb("charm", row) - predicted_mb("ring", row)) / row.difference_mb for row in TABLE_3]
+    assert ratios == pytest.approx(PREDICTED_OVER_MEASURED, rel=0.02)
+
+
+def test_rows_of_one_size_are_predicted_alike_though_measured_differences_are_up_to_twice_apart() -> None:
+    """So no count of buffers can be within a factor of 1.4 of both: the root of what they are apart."""
+    of_size = defaultdict(list)
+    for row in TABLE_3:
+        of_size[row.batch * row.seq_len * row.num_heads].append(row)
+    pairs = [rows for rows in of_size.values() if len(rows) > 1]
+    apart = []
+    for first, second in pairs:
+        for name in ("ring", "charm"):
+            assert predicted_mb(name, first) == predicted_mb(name, second)
+        apart.append(second.difference_mb / first.difference_mb)
+    assert apart == pytest.approx([712 / 344, 396 / 344])
 
 
 def test_table_3_is_the_papers() -> None:
@@ -41,7 +60,7 @@ def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth_with_all_v
     row: Measured,
 ) -> None:
     """Twenty and twenty-four buffers of float32: our programs keep 4.5 more where the paper counts 4."""
-    counted = paper_bytes("charm", row.workload, CP_SIZE) - paper_bytes("ring", row.workload, CP_SIZE)
+    counted = memory_bytes("charm", row.workload, CP_SIZE) - memory_bytes("ring", row.workload, CP_SIZE)
     assert counted == 4 * 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * 64
     difference_mb = predicted_mb("charm_together", row) - predicted_mb("ring", row)
     assert difference_mb * 2**20 == pytest.approx(counted, rel=0.2)

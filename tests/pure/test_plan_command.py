@@ -1,18 +1,20 @@
 """`charm-megatron plan` and `charm-megatron check`, as a user meets them."""
 
 import json
+from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from charm_megatron.cli.check import check_command
-from charm_megatron.cli.errors import ends_in_sentences
-from charm_megatron.cli.plan import plan_command
-from charm_megatron.cli.planning import write_atomically
-from charm_megatron.cli.tables import num_bytes_words
-from charm_megatron.errors import InvalidInput
+from charm_megatron.cli.main import app
+from charm_megatron.compile import compile_attention
+from charm_megatron.config import CharmConfig
 from charm_megatron.planner import shipped_planners
+from charm_megatron.schedule.json_form import to_json
+from charm_megatron.schedule.passes import DIRECTIONS
+from charm_megatron.topology import Domains
+from charm_megatron.units import bytes_text
+from charm_megatron.workload import Workload
 
 pytestmark = pytest.mark.pure
 
@@ -36,9 +38,6 @@ CHARM = ["plan", "--schedule", "charm", *SMALL]
 @pytest.fixture
 def run():
     """Runs a command line; the terminal is 200 characters wide."""
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("plan")(ends_in_sentences(plan_command))
-    app.command("check")(ends_in_sentences(check_command))
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     return lambda *args, env=None: runner.invoke(app, [str(arg) for arg in args], env=env)
 
@@ -75,7 +74,7 @@ def test_the_table_counts_what_each_rank_sends(run):
         "plan", "--schedule", "ring", *SMALL, "--layout", "contiguous", "--mask", "none", "--pass", "forward"
     )
     kv_bytes = 64 * 4 * (8 + 8) * 2
-    three = [*num_bytes_words(3 * kv_bytes).split(), "(3)"]
+    three = [*bytes_text(3 * kv_bytes).split(), "(3)"]
     inside, across = [*three, "0", "B", "(0)"], ["0", "B", "(0)", *three]
     per_rank = [row for label in "0123" for row in rows(result.stdout, label) if "25.0%" in row]
     assert per_rank == [
@@ -165,7 +164,7 @@ def test_wider_returns_send_more(run):
     ]
     for dtype, width in (("model", 2), ("float32", 4)):
         result = run(*args, "--pass", "forward", "--out-return-dtype", dtype)
-        expected = num_bytes_words(64 * 4 * (8 * 2 + 8 * width + 4))
+        expected = bytes_text(64 * 4 * (8 * 2 + 8 * width + 4))
         assert " ".join(rows(result.stdout, "most")[0][2:4]) == expected
 
 
@@ -248,20 +247,6 @@ def test_a_trace_is_written_and_json_stays_clean_beside_it(run, tmp_path):
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
 
 
-def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path):
-    path = tmp_path / "picture.svg"
-    path.write_text("old", encoding="utf-8")
-
-    def fail(partial):
-        partial.write_text("half", encoding="utf-8")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(InvalidInput, match=r"cannot write .*picture\.svg: No space left on device"):
-        write_atomically(path, fail)
-    assert path.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # ---------------------------------------------------------------------- bad input
 
 
@@ -282,7 +267,7 @@ def assert_refused(result, *parts):
         (["--schedule", "ring", "--mask", "casual"], ["did you mean 'causal'?"]),
         (["--schedule", "ring", "--mask", "window:3"], ["window:LEFT,RIGHT"]),
         (["--schedule", "ring", "--mask", "causal+documents:5,6"], ["documents have 11 tokens"]),
-        (["--schedule", "ring", "--dtype", "bfloat61"], ["did you mean 'bfloat16'?"]),
+        (["--schedule", "ring", "--dtype", "bfloat61"], ["--dtype 'bfloat61'", "did you mean 'bfloat16'?"]),
         (["--schedule", "ring", "--pass", "forwards"], ["--pass 'forwards'", "did you mean 'forward'?"]),
         (["--schedule", "ring", "--out-return-dtype", "fp32"], ["--out-return-dtype 'fp32'", "model"]),
         (["--schedule", "ring", "--grad-return-dtype", "modle"], ["did you mean 'model'?"]),
@@ -395,3 +380,101 @@ def test_a_file_that_is_no_schedule_is_refused(run, saved, change, parts):
 
 def test_a_file_that_is_not_there_is_refused(run, tmp_path):
     assert_refused(run("check", tmp_path / "none.json"), "cannot read schedule", "No such file")
+    assert_refused(run("plan", "--schedule", tmp_path / "none.json"), "cannot read schedule", "No such file")
+
+
+def test_a_planners_schedule_is_planned_and_checked(run):
+    result = run("check", "charm", "--nodes", "2", "--ranks-per-node", "4")
+    assert result.exit_code == 0, result.output
+    assert "charm is right: 8 ranks on 2 nodes, zigzag, mask causal, 32768 tokens" in result.stdout
+    assert all(rows(result.stdout, direction) for direction in DIRECTIONS)
+    assert (
+        "1 nodes, contiguous, mask none"
+        in run("check", "rm_plus", "--layout=contiguous", "--mask=none").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["chram"], ["unknown schedule 'chram'", "did you mean 'charm'?"]),
+        (["dist_flash"], ["dist_flash", "contiguous"]),
+        (["charm", "--nodes", "0"], ["--nodes must be at least 1, but is 0"]),
+        (["pyproject.toml"], ["pyproject.toml is not a schedule file: their names end in .json"]),
+    ],
+)
+def test_what_cannot_be_planned_cannot_be_checked(run, monkeypatch, args, parts):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert_refused(run("check", *args), *parts)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--mask=none", "is for mask causal, not none"),
+        ("--layout=striped", "is for layout zigzag, not striped"),
+        ("--tokens-per-rank=32", "is for 64 tokens per rank, not 32"),
+    ],
+)
+def test_a_schedule_for_other_attention_is_refused(run, saved, option, message):
+    assert_refused(run("check", saved[0], option), message)
+    assert run("check", saved[0], "--mask=causal", "--layout=zigzag", "--tokens-per-rank=64").exit_code == 0
+
+
+# ---------------------------------------------------------------------- plans of files
+
+HEADS = ["--heads", "4", "--head-dim", "8"]
+
+
+def test_a_file_is_planned_like_the_schedule_that_it_was_written_from(run, saved):
+    file, data = saved
+    assert json.loads(run("plan", "--schedule", file, *HEADS, "--json").stdout) == data
+    shown, planned = run("plan", "--schedule", file, *HEADS), run(*CHARM)
+    assert shown.exit_code == 0, shown.output
+    assert "2 x 2 ranks, zigzag, mask causal, 64 tokens per rank, 4 heads x 8" in shown.stdout
+    assert f"{data['name']} as written" in shown.stdout
+    for label in ("total", "most", "least", "busiest rank computes", "buffer pool:"):
+        assert rows(shown.stdout, label) == rows(planned.stdout, label)
+
+
+def test_a_file_is_compared_with_planners_on_the_group_of_the_file(run, saved):
+    file, _ = saved
+    result = run("plan", "--compare", f"ring,charm,{file}", *HEADS, "--pass", "forward")
+    assert result.exit_code == 0, result.output
+    assert "2 x 2 ranks, zigzag, mask causal, 64 tokens per rank" in result.stdout
+    for label in ("steps", "longest chain of transfers", "speed, ring = 1"):
+        ring, charm, written = rows(result.stdout, label)[0]
+        assert charm == written != ring
+
+
+def test_a_file_may_be_for_domains_that_no_option_describes(run, tmp_path):
+    domains = Domains((0, 0, 0, 1))
+    workload = Workload(1, 64, 4, 4, 8, 8)
+    plan = compile_attention(CharmConfig(schedule="rm_plus"), domains, workload, "zigzag")
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(to_json("mine", plan.schedules)), "utf-8")
+    result = run("plan", "--compare", f"charm,{file}", *HEADS, "--pass", "forward")
+    assert result.exit_code == 0, result.output
+    assert "4 ranks in domains [0 1 2 | 3], zigzag, mask causal, 16 tokens per rank" in result.stdout
+    assert "rm_plus in place of charm" in result.stdout
+    charm, mine = rows(result.stdout, "steps")[0]
+    assert charm == mine
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (
+            ["--layout", "striped"],
+            ["is for 4 ranks", "zigzag layout", "but this group has", "striped layout"],
+        ),
+        (["--mask", "none"], ["mask causal", "but this group has", "mask none"]),
+        (["--tokens-per-rank", "32"], ["256 tokens", "but this group has", "128 tokens"]),
+        (["--nodes", "4"], ["is for 4 ranks", "but this group has 8 ranks"]),
+        (["--ranks-per-node", "1"], ["is for 4 ranks", "but this group has 2 ranks"]),
+        (["--prefetch-depth", "2"], ["--prefetch-depth is for planners", "leave the option out"]),
+        (["--no-fuse"], ["--fuse/--no-fuse is for planners", "leave the option out"]),
+    ],
+)
+def test_options_that_contradict_a_file_are_refused(run, saved, args, parts):
+    assert_refused(run("plan", "--schedule", saved[0], *HEADS, *args), *parts)

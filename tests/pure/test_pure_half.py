@@ -9,6 +9,9 @@ import pytest
 PURE_ROOMS = (
     *(
         "errors",
+        "files",
+        "units",
+        "log",
         "config",
         "workload",
         "sharding",
@@ -22,7 +25,11 @@ PURE_ROOMS = (
     "planner",
     "compile",
 )
+PROCESS_ROOMS = ("processes", "testbed")
 TORCH_ROOMS = ("kernels", "executor")
+OUR_TORCH_ROOMS = tuple(
+    f"charm_megatron.{room}" for room in ("kernels", "executor", "mcore", "train", "bench", "peers", "cli")
+)
 
 # Imports a room and all modules in it, then prints which of the given packages are loaded.
 IMPORT_ALL = """
@@ -52,6 +59,13 @@ def loaded_by(room: str, *packages: str) -> list[str]:
 @pytest.mark.parametrize("room", PURE_ROOMS)
 def test_a_pure_room_loads_neither_torch_nor_megatron_nor_terminal_packages(room: str) -> None:
     assert loaded_by(room, "torch", "megatron", "transformer_engine", "typer", "rich", "psutil") == []
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("room", PROCESS_ROOMS)
+def test_what_starts_ranks_and_shapes_networks_loads_neither_torch_nor_what_ranks_run(room: str) -> None:
+    packages = ("torch", "megatron", "transformer_engine", "typer", "rich", *OUR_TORCH_ROOMS)
+    assert loaded_by(room, *packages) == []
 
 
 @pytest.mark.torch

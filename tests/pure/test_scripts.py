@@ -85,6 +85,31 @@ def test_times_of_runs_are_shown_beside_the_papers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("{}\n", "row 1 must have step_time_s, a positive number of seconds"),
+        ('{"step_time_s": 1}\n{"step_time_s": "2"}\n', "row 2 must have step_time_s"),
+        ("3\n", "row 1 must have step_time_s"),
+        ("step_time_s: 3\n", "metrics.jsonl: "),
+        (None, "holds no run folder such as gpt_350m-table_6_16x2048-ring"),
+    ],
+)
+def test_run_folders_that_hold_something_else_are_refused(
+    tmp_path: Path, rows: str | None, sentence: str
+) -> None:
+    if rows is not None:
+        folder = tmp_path / "gpt_350m-table_7_16x16384-ring"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(rows)
+    for runs, said in ((tmp_path, sentence), (tmp_path / "none", "none is not a folder")):
+        result = CliRunner().invoke(app, ["bench", "tables-6-7", str(runs)])
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("words", "environment", "sentence"),
     [
         ((), {}, "usage: scripts/torchrun/pretrain.sh CONFIG OUT [OPTION ...]"),

@@ -1,5 +1,6 @@
 """The critical path of schedules, on cases that can be worked out by hand."""
 
+import re
 from collections import defaultdict
 from itertools import pairwise
 
@@ -15,12 +16,18 @@ from charm_megatron.schedule.passes import BACKWARD, FORWARD
 from charm_megatron.schedule.payload import KV, OUT, Q
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
-from charm_megatron.show.draw import draw_timelines
+from charm_megatron.show.draw import COLOURS, COMPUTES, draw_timelines
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import CAUSAL, NO_MASK, Workload
 
 pytestmark = pytest.mark.pure
 
+# The kind of span behind each colour of a picture; what waits has none.
+KIND_OF = {
+    colour.lower(): "attend" if kind in COMPUTES else kind.removesuffix(" result")
+    for kind, colour in COLOURS.items()
+    if kind != "idle"
+}
 NO_TIME = Link(1e30)
 FREE = 1e30
 NAMES = ("ring", "rm_plus", "charm", "charm_per_domain", "charm_together", "double_ring", "pass_q")
@@ -95,8 +102,22 @@ def test_a_link_without_a_rate_is_refused():
         Link(0.0)
 
 
-def test_a_picture_is_written(tmp_path):
+def test_a_picture_has_a_bar_as_long_as_each_block_and_each_transfer_takes(tmp_path):
+    """Widths of an SVG's rectangles by colour, against seconds by kind: all on one scale."""
     schedule, wire = setup("charm", 2, 4)
     timeline = evaluate(schedule, wire, CostModel(1e8, Link(1e9), Link(1e8)))
-    draw_timelines([("charm", timeline)], schedule.problem.domains, tmp_path / "charm.png", title="charm")
-    assert (tmp_path / "charm.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "charm.svg"
+    draw_timelines([("charm", timeline)], schedule.problem.domains, path, title="charm", phases=[[schedule]])
+    axes = path.read_text("utf-8").partition('id="legend_1"')[0]  # whose samples have colours too
+    widths = defaultdict(list)
+    bar = r'd="M (\S+) \S+ \nL (\S+) [^"]*" clip-path="\S+" style="fill: (#\w+); stroke: #ffffff'
+    for left, right, colour in re.findall(bar, axes):
+        if colour in KIND_OF:
+            widths[KIND_OF[colour]].append(float(right) - float(left))
+    seconds = defaultdict(list)
+    for span in timeline.spans:
+        seconds[span.kind].append(span.end_s - span.start_s)
+    assert widths.keys() == seconds.keys() == {"attend", "inside", "across"}
+    scale = sum(widths["attend"]) / sum(seconds["attend"])
+    for kind, durations_s in seconds.items():
+        assert sorted(widths[kind]) == pytest.approx([scale * x for x in sorted(durations_s)], rel=1e-3), kind

@@ -215,7 +215,7 @@ def test_a_file_of_another_encoding_is_no_text(tmp_path: Path) -> None:
         load_groups(tmp_path / "latin.yaml")
 
 
-def told(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[RankFacts]:
+def facts_of(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[RankFacts]:
     names = nodes or (None,) * len(words)
     return [
         RankFacts(rule, parse_place(word), slurm_node=node) for word, node in zip(words, names, strict=True)
@@ -234,9 +234,9 @@ def told(rule: str, *words: str, nodes: tuple[str | None, ...] = ()) -> list[Ran
     ],
 )
 def test_domains_follow_from_islands(words: tuple[str, ...], domains: str) -> None:
-    found, reason = domains_from_facts(told("nvlink", *words))
+    found, reason = domains_from_facts(facts_of("nvlink", *words))
     assert str(found) == domains
-    assert reason == f"one an NVLink island: {' '.join(words)}"
+    assert reason == f"one per NVLink island: {' '.join(words)}"
 
 
 def test_ranks_of_a_host_that_see_other_gpus_have_no_common_islands() -> None:
@@ -265,7 +265,7 @@ def test_a_rank_that_does_not_know_its_place_is_named_with_what_would_work() -> 
 
 def test_ranks_with_different_settings_are_named() -> None:
     with pytest.raises(ScheduleDisagreement, match=r"charm\.domains: rank 0: hosts; rank 2: 2"):
-        domains_from_facts([*told("hosts", "a", "a"), *told("2", "a")])
+        domains_from_facts([*facts_of("hosts", "a", "a"), *facts_of("2", "a")])
     files = [
         RankFacts("f.yaml", Place("a"), parse_groups(text, "f"))
         for text in ("domains: [[a]]", "domains: [[a], [b]]")
@@ -275,14 +275,16 @@ def test_ranks_with_different_settings_are_named() -> None:
 
 
 def test_slurm_and_hostnames_that_disagree_are_shown() -> None:
-    _, same = domains_from_facts(told("hosts", "n1.site", "n2.site", nodes=("n1", "n2")))
+    _, same = domains_from_facts(facts_of("hosts", "n1.site", "n2.site", nodes=("n1", "n2")))
     assert same == "one per host"
-    domains, reason = domains_from_facts(told("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2")))
+    domains, reason = domains_from_facts(
+        facts_of("hosts", *("localhost",) * 4, nodes=("n1", "n1", "n2", "n2"))
+    )
     assert str(domains) == "0 1 2 3"
     assert reason == (
         "one per host; but SLURM's nodes are [0 1 | 2 3]: hostnames localhost, SLURMD_NODENAME n1 n2"
     )
-    _, mixed = domains_from_facts(told("hosts", "a", "b", nodes=("n1", None)))
+    _, mixed = domains_from_facts(facts_of("hosts", "a", "b", nodes=("n1", None)))
     assert mixed == "one per host"
-    _, number = domains_from_facts(told("2", "a", "a", nodes=("n1", "n2")))
+    _, number = domains_from_facts(facts_of("2", "a", "a", nodes=("n1", "n2")))
     assert number == "as set by charm.domains: 2"

@@ -168,7 +168,7 @@ CALLS: dict[str, Values] = {
     "an attention_bias": {"attention_bias": torch.zeros(1)},
     "mask type 'padding'": {"attn_mask_type": AttnMaskType.padding},
     "num_splits 3": {"num_splits": 3},
-    "a key of other length than the query, as with a KV cache": {"num_keys": 9},
+    "a key whose length differs from the query's, as with a KV cache": {"num_keys": 9},
 }
 
 

@@ -8,44 +8,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from charm_megatron.config import RunConfig, load_run_config
-from charm_megatron.topology.from_launcher import ranks_of_hosts
+from charm_megatron.cli import options
 
 if TYPE_CHECKING:
+    from charm_megatron.config import RunConfig
     from charm_megatron.train.checks import JobFacts
-
-ConfigFile = Annotated[Path, typer.Argument(help="YAML file, as of `charm-megatron pretrain`.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file; repeatable."),
-]
-Cpu = Annotated[
-    bool, typer.Option("--cpu", help="For machines without CUDA: gloo, local layers, no fused kernels.")
-]
 
 
 def args_command(
-    config: ConfigFile,
-    settings: Settings = None,
+    config: options.ConfigFile,
+    settings: options.Overrides = None,
     out: Annotated[Path, typer.Option(help="Run folder that the paths lead into.")] = Path("runs/run"),
-    cpu: Cpu = False,
+    cpu: options.Cpu = False,
 ) -> None:
-    """Print the Megatron command line of a run configuration, one flag a line.
+    """Print the Megatron command line of a run configuration, one flag per line.
 
     Megatron's own parser and checks have accepted it, for the world size of the file; no GPU is needed for that. For
-    a script of one's own: torchrun ... pretrain_gpt.py $(charm-megatron args CONFIG) --data-path ...; the last of
-    two equal flags counts.
+    a script of your own: torchrun ... pretrain_gpt.py $(charm-megatron args CONFIG) --data-path ...; of two
+    equal flags the last counts.
     """
-    for words in by_flag(check(load_run_config(config, settings), out, cpu).argv):
+    from charm_megatron.config import load_run_config
+
+    for words in by_flag(check_config(load_run_config(config, settings), out, cpu).argv):
         print(shlex.join(words))
 
 
-def check(config: RunConfig, out: Path, cpu: bool) -> "JobFacts":
+def check_config(config: "RunConfig", out: Path, cpu: bool) -> "JobFacts":
     """All that is checked before a run is started, for a machine with CUDA or without.
 
     Inside an allocation of SLURM, for its nodes.
     """
     from charm_megatron.mcore.compat import require_pretraining
+    from charm_megatron.topology.from_launcher import ranks_of_hosts
     from charm_megatron.train.checks import check_job, check_quickly
     from charm_megatron.train.launch import call_in_server
     from charm_megatron.train.run_folder import RunFolder

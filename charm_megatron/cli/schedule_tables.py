@@ -13,20 +13,13 @@ from charm_megatron.cost.report import Report
 from charm_megatron.cost.timeline import Timeline
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.show.grid import VERBS, Cell, grid_column, num_rows
+from charm_megatron.topology import Domains
+from charm_megatron.units import bytes_text
 from charm_megatron.verify.programs import CheckReport
 
 LABEL_WIDTH = 14  # of a grid's first two columns, with what is between them
 CELL_LINES = 12
 STYLES = {"attend": "blue", "send": "green", "crossing": "dark_orange3"}
-
-
-def num_bytes_words(num_bytes: float) -> str:
-    """As in "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
 
 
 # ---------------------------------------------------------------------- grid
@@ -92,7 +85,7 @@ def _styled(cell: Cell, verb: str) -> Text:
             style = STYLES["crossing" if crosses else verb]
         text.append(line + "\n", style=style)
     if len(lines) > CELL_LINES:
-        text.append(f"and {len(lines) - CELL_LINES} lines more", style="dim")
+        text.append(f"and {len(lines) - CELL_LINES} more lines", style="dim")
     text.rstrip()
     return text
 
@@ -101,7 +94,7 @@ def _styled(cell: Cell, verb: str) -> Text:
 
 
 def rank_table(
-    numbers: Report, buffers: Mapping[int, Buffers], ranks_per_node: int, shown: Sequence[int]
+    numbers: Report, buffers: Mapping[int, Buffers], domains: Domains, shown: Sequence[int]
 ) -> Table:
     """Blocks, work, traffic and buffers of each rank shown; totals and extremes of all."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), caption_justify="left")
@@ -116,7 +109,7 @@ def rank_table(
         held = buffers[rank]
         table.add_row(
             str(rank),
-            str(rank // ranks_per_node),
+            str(domains.domain_of[rank]),
             str(blocks[rank]),
             f"{share[rank]:.1%}",
             _counted(inside[rank], inside_messages[rank]),
@@ -139,23 +132,23 @@ def rank_table(
 
 
 def _counted(num_bytes: int, number: int) -> str:
-    """As in "1.5 MiB (3)"."""
-    return f"{num_bytes_words(num_bytes)} ({number})"
+    """Such as "1.5 MiB (3)"."""
+    return f"{bytes_text(num_bytes)} ({number})"
 
 
 def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list[str]:
-    """What holds for the whole schedule, a sentence a line."""
+    """What holds for the whole schedule, one sentence per line."""
     pool = max(buffers.values(), key=lambda one: one.pool_bytes)
     measured = "" if len(buffers) == cp_size else f" (of {len(buffers)} ranks looked at)"
     exposed = int(numbers.exposed_bytes.max())
     steps = f"{numbers.exposed_steps} step{'s' if numbers.exposed_steps > 1 else ''}"
-    after = f"{steps} more, in which a rank sends up to {num_bytes_words(exposed)}"
+    after = f"{steps} more, in which a rank sends up to {bytes_text(exposed)}"
     return [
         f"steps with transfers: {numbers.num_comm_steps}; compute steps: {numbers.num_compute_steps}",
         f"longest chain of transfers that need each other: {numbers.longest_chain}",
         f"after the last block: {after if numbers.exposed_steps else 'nothing is sent'}",
         f"busiest rank computes {numbers.imbalance:.2f} times the mean",
-        f"buffer pool: up to {pool.num_slots} slots, {num_bytes_words(pool.pool_bytes)} a rank{measured}",
+        f"buffer pool: up to {pool.num_slots} slots, {bytes_text(pool.pool_bytes)} per rank{measured}",
     ]
 
 
@@ -163,7 +156,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSchedule:
     """One schedule of a comparison, timed with links that a rank's transfers share, and with one for each."""
 
     name: str
@@ -173,7 +166,7 @@ class Compared:
     own: Timeline
 
 
-def compare_table(rows: Sequence[Compared]) -> Table:
+def compare_table(rows: Sequence[ComparedSchedule]) -> Table:
     """Schedules side by side; the first is what the last line measures against."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("")
@@ -193,8 +186,8 @@ def compare_table(rows: Sequence[Compared]) -> Table:
     line("most sent by a rank, inside", [_most_bytes(one.inside_bytes) for one in sent])
     line("most sent by a rank, across", [_most_bytes(one.across_bytes) for one in sent])
     line("most messages of a rank", [str(int(one.total_messages.max())) for one in sent])
-    line("all ranks together, inside", [num_bytes_words(int(one.inside_bytes.sum())) for one in sent])
-    line("all ranks together, across", [num_bytes_words(int(one.across_bytes.sum())) for one in sent])
+    line("all ranks together, inside", [bytes_text(int(one.inside_bytes.sum())) for one in sent])
+    line("all ranks together, across", [bytes_text(int(one.across_bytes.sum())) for one in sent])
     table.add_section()
     line("peak bytes of a rank", [_most_bytes(np.array([b.peak_bytes for b in one.buffers])) for one in rows])
     line("pool bytes of a rank", [_most_bytes(np.array([b.pool_bytes for b in one.buffers])) for one in rows])
@@ -208,7 +201,7 @@ def compare_table(rows: Sequence[Compared]) -> Table:
 
 
 def _most_bytes(array: np.ndarray) -> str:
-    return num_bytes_words(int(array.max()))
+    return bytes_text(int(array.max()))
 
 
 def _ms(time_s: float) -> str:
@@ -219,7 +212,7 @@ def _ms(time_s: float) -> str:
 
 
 def check_table(schedules: Sequence[Schedule], reports: Sequence[CheckReport]) -> Table:
-    """What was checked, a line a pass."""
+    """What was checked, one line per pass."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("pass", "steps", "blocks", "messages", "pieces sent", "most foreign pieces on a rank"):
         table.add_column(heading, justify="left" if heading in ("pass", "pieces sent") else "right")

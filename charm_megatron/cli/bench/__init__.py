@@ -1,0 +1,1 @@
+"""`charm-megatron bench`: measurements, one file per command."""

@@ -1,0 +1,55 @@
+"""`charm-megatron --version`: this package, and all whose versions decide how it runs."""
+
+import platform
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from charm_megatron import __version__
+
+NOT_INSTALLED = "not installed"
+UNRELATED = " (PyPI's unrelated package)"
+DISTRIBUTIONS = ("megatron-core", "transformer-engine", "flash-attn")
+
+
+def version_lines() -> Iterator[str]:
+    """One line per package. Imports torch, but neither Megatron nor Transformer Engine."""
+    yield f"charm-megatron: {__version__}"
+    yield f"Python: {platform.python_version()}"
+    yield f"torch: {_installed('torch')}"
+    cuda, nccl = _cuda_and_nccl()
+    yield f"CUDA: {cuda}"
+    yield f"NCCL: {nccl}"
+    for name in DISTRIBUTIONS:
+        yield f"{name}: {_installed(name)}"
+    apex = _installed("apex")
+    if apex != NOT_INSTALLED:
+        yield f"apex: {apex}{'' if _is_nvidias_apex() else UNRELATED}"
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def _cuda_and_nccl() -> tuple[str, str]:
+    """Of the build of torch that is installed."""
+    try:
+        import torch
+    except ImportError:
+        return NOT_INSTALLED, NOT_INSTALLED
+    nccl = NOT_INSTALLED
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, found))
+    return torch.version.cuda or NOT_INSTALLED, nccl
+
+
+def _is_nvidias_apex() -> bool:
+    """Whether what is imported as `apex` is Megatron's; another project of that name is on PyPI. Imports neither."""
+    found = find_spec("apex")
+    places = None if found is None else found.submodule_search_locations
+    return places is not None and PathFinder.find_spec("apex.optimizers", list(places)) is not None

@@ -1,0 +1,206 @@
+"""Runs ranks to their end: hears their reports, finds out which failed first, and ends the others."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
+from multiprocessing.connection import wait
+from typing import Any
+
+from charm_megatron.errors import InvalidInput, LaunchError, TransferTimeout
+from charm_megatron.processes.failure import KILLED, Failure, failure_by_exit
+
+GATHER_S = 2.0
+"""How long after a first failure to wait for others, which may have happened earlier."""
+
+TERMINATE_S = 3.0
+"""How long a rank has between SIGTERM and SIGKILL."""
+
+POLL_S = 0.5
+"""An end may go unnoticed where a process that the rank has started holds its pipes open: hence a look now and then."""
+
+OnReport = Callable[[int, Any], None]
+"""Called with a rank and what it reports."""
+
+
+class RankProcess(ABC):
+    """A rank as its starter sees it: the leader of a process group."""
+
+    def __init__(self, rank: int, name: str | None = None) -> None:
+        self.rank = rank
+        self.name = name or f"rank {rank}"
+        self.failure: Failure | None = None
+        self.is_finished = False
+        """Whether it has done what it was started for."""
+        self.result: Any = None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """The process, and its group."""
+
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> list[Any]:
+        """What becomes ready when the rank reports or ends."""
+
+    @abstractmethod
+    def receive(self, on_report: OnReport) -> None:
+        """Handles the reports that are there."""
+
+    @abstractmethod
+    def join(self, timeout_s: float | None) -> None:
+        """Waits for the end of the process."""
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """What it printed before it failed, to follow the sentence that says how it failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what is held for a process that has ended."""
+
+    def note_exit(self) -> None:
+        """Makes a failure of an exit before the rank had finished, or with a code that is not 0."""
+        code = self.exit_code
+        assert code is not None, "the process has ended"
+        if self.failure is None and (code or not self.is_finished):
+            self.failure = failure_by_exit(code)
+
+
+def run_to_end(
+    start: Callable[[int], RankProcess],
+    ranks: Sequence[int],
+    on_report: OnReport,
+    *,
+    timeout_s: float | None = None,
+    leave_s: float | None = None,
+) -> list[RankProcess]:
+    """Starts the ranks and returns them when all have ended; no process of theirs is left, in any case.
+
+    With `leave_s` ranks are done when all have finished; they then have so long to end, in whatever way. Raises
+    `InvalidInput` where a rank says so, `LaunchError` where one fails otherwise, `TransferTimeout` after `timeout_s`,
+    `KeyboardInterrupt` for Ctrl-C.
+    """
+    started: list[RankProcess] = []
+    try:
+        with _interrupts_as_bytes() as interrupts:
+            # extend() keeps those that were started when a later one fails to start.
+            started.extend(start(rank) for rank in ranks)
+            _follow(started, on_report, interrupts, inf if timeout_s is None else timeout_s, leave_s)
+    finally:
+        _end(started)
+    return started
+
+
+def _follow(
+    ranks: Sequence[RankProcess],
+    on_report: OnReport,
+    interrupts: socket.socket,
+    timeout_s: float,
+    leave_s: float | None,
+) -> None:
+    """Returns when all ranks have ended or finished; raises for the first that failed."""
+    running = list(ranks)
+    deadline_s = time.monotonic() + timeout_s
+    is_settled = False  # what the outcome is
+    while running and (left_s := deadline_s - time.monotonic()) > 0:
+        ready = wait([interrupts, *(s for rank in running for s in rank.sources)], min(POLL_S, left_s))
+        if interrupts in ready:
+            raise KeyboardInterrupt
+        # Before reports are read: an end that is noticed in between would lose the last ones.
+        ended = [rank for rank in running if rank.exit_code is not None]
+        for rank in running:
+            rank.receive(on_report)
+        may_leave = leave_s is not None and all(rank.is_finished for rank in ranks)
+        for rank in ended:
+            running.remove(rank)
+            if not may_leave:
+                rank.note_exit()
+        if not is_settled and (may_leave or any(rank.failure for rank in ranks)):
+            is_settled = True
+            deadline_s = time.monotonic() + (leave_s if may_leave and leave_s is not None else GATHER_S)
+    failed = [rank for rank in ranks if rank.failure]
+    if failed:
+        raise _error(min(failed, key=_blame))
+    if running and not is_settled:
+        numbers = ", ".join(str(rank.rank) for rank in running)
+        raise TransferTimeout(f"ranks {numbers} have not ended after {timeout_s:g} s")
+
+
+def _blame(rank: RankProcess) -> tuple[bool, float]:
+    """Sorts the rank whose failure caused those of the others first.
+
+    The peers of a rank that was killed notice a lost connection, at almost the same time. Nothing that
+    happens to a peer makes anybody kill a rank.
+    """
+    assert rank.failure is not None, "only ranks that failed are compared"
+    return rank.exit_code not in KILLED, rank.failure.time_s
+
+
+def _error(rank: RankProcess) -> Exception:
+    failure = rank.failure
+    assert failure is not None, "only ranks that failed are reported"
+    if not failure.is_invalid_input:
+        return LaunchError(f"{rank.name} failed: {failure.message}{rank.last_words()}")
+    error = InvalidInput(failure.message)
+    error.add_note(f"raised on {rank.name}:\n{failure.traceback}")
+    return error
+
+
+def _end(ranks: Sequence[RankProcess]) -> None:
+    """Ends what still runs, first by asking, and everything that the ranks have started."""
+    for signal_number, patience_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+        for rank in ranks:
+            _signal_group(rank, signal_number)
+        deadline_s = None if patience_s is None else time.monotonic() + patience_s
+        for rank in ranks:
+            rank.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+    for rank in ranks:
+        rank.close()
+
+
+def _signal_group(rank: RankProcess, signal_number: int) -> None:
+    """Signals a process and its group; the group outlives its leader where it had children."""
+    with suppress(ProcessLookupError):
+        os.killpg(rank.pid, signal_number)
+    if rank.exit_code is None:
+        # It may not have made its group yet.
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, signal_number)
+
+
+@contextmanager
+def _interrupts_as_bytes() -> Iterator[socket.socket]:
+    """Inside, Ctrl-C makes a byte readable instead of raising an exception.
+
+    The exception can come anywhere, also where Python only prints and forgets it, such as in a destructor; then the
+    job would go on. Outside the main thread, where Python raises none, there is nothing to turn into bytes.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    with reader, writer:
+        if threading.current_thread() is not threading.main_thread():
+            yield reader
+            return
+
+        def note(signal_number: int, frame: object) -> None:
+            with suppress(BlockingIOError):
+                writer.send(b"!")
+
+        previous = signal.signal(signal.SIGINT, note)
+        try:
+            yield reader
+        finally:
+            signal.signal(signal.SIGINT, previous)
