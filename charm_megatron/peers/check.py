@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from charm_megatron.kernels.unsharded import (
     RESULTS,
+    Shard,
     draw_shard,
-    flash_attention,
     relative_error,
     unsharded_attention,
 )
+from charm_megatron.peers.blocks import BlockOperators
 from charm_megatron.peers.calls import PeerCall, make_call
 from charm_megatron.peers.registry import Peer, tokens_of
 from charm_megatron.workload import Workload
@@ -66,7 +68,7 @@ def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> 
     """As `check_peer`, for a call made already, on the whole workload."""
     whole = draw_shard(workload.seq_len, workload.seq_len, workload)
     expected = unsharded_attention(*whole, workload.mask)
-    plain = flash_attention(*whole, workload.mask)
+    plain = _operator_alone(whole, workload)
     mine = torch.tensor(tokens_of(call.peer, workload, group.size(), dist.get_rank(group)))
     run = call.prepare(*(x[mine] for x in whole))
     run.forward()
@@ -81,3 +83,16 @@ def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> 
     dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=group)
     own = {name: relative_error(plain[name], expected[name]) for name in RESULTS}
     return PeerCheck(dict(zip(RESULTS, errors.tolist(), strict=True)), own)
+
+
+def _operator_alone(whole: Shard, workload: Workload) -> dict[str, Tensor]:
+    """`RESULTS` by the operator with which peers compute blocks, on the whole sequence and in the workload's dtype.
+
+    Not by our kernel of it, which computes gradients of half types in float32.
+    """
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in whole)  # [s, b, h, d] -> [b, h, s, d]
+    causal, scale, blocks = workload.mask.is_causal, workload.head_dim**-0.5, BlockOperators()
+    out, lse = blocks.forward(q, k, v, causal=causal, softmax_scale=scale)
+    gradients = blocks.backward(dout, q, k, v, out, lse, causal=causal, softmax_scale=scale)
+    results = (out, *gradients)
+    return {name: x.permute(2, 0, 1, 3) for name, x in zip(RESULTS, results, strict=True)}
