@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from charm_megatron.kernels import BlockKernel
+from charm_megatron.kernels import BlockKernel, accumulate_dtype
 
 
 class BlockOperators:
@@ -55,9 +55,11 @@ class BlockOperators:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv; `out` and `lse` belong to all blocks of these queries together."""
         if self._kernel is None:
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=softmax_scale
+            wide = (x.to(accumulate_dtype(q.dtype)) for x in (dout, q, k, v, out))  # as our kernel does
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *wide, lse, 0.0, causal, attn_mask=None, scale=softmax_scale
             )
+            dq, dk, dv = (x.to(q.dtype) for x in gradients)
             return dq, dk, dv
         delta = (dout.float() * out.float()).sum(-1)
         dq, dk, dv = self._kernel.backward(

@@ -86,10 +86,7 @@ def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> 
 
 
 def _operator_alone(whole: Shard, workload: Workload) -> dict[str, Tensor]:
-    """`RESULTS` by the operator with which peers compute blocks, on the whole sequence and in the workload's dtype.
-
-    Not by our kernel of it, which computes gradients of half types in float32.
-    """
+    """`RESULTS` by what peers compute blocks with, on the whole sequence and in the workload's dtype."""
     q, k, v, dout = (x.permute(1, 2, 0, 3) for x in whole)  # [s, b, h, d] -> [b, h, s, d]
     causal, scale, blocks = workload.mask.is_causal, workload.head_dim**-0.5, BlockOperators()
     out, lse = blocks.forward(q, k, v, causal=causal, softmax_scale=scale)

@@ -6,6 +6,7 @@ can so be ended with it, and Ctrl-C on the terminal reaches the starter only, wh
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -94,7 +95,7 @@ class _FunctionRank(RankProcess):
         """Keeps a failure or a result, and hands on everything else."""
         try:
             while self._may_report and self._reports.poll():
-                report = self._reports.recv()
+                report = pickle.loads(self._reports.recv_bytes())
                 if isinstance(report, Failure):
                     self.failure = report
                 elif isinstance(report, _Finished):
@@ -130,19 +131,24 @@ def _main(
 ) -> None:
     """Entry point of a rank's process; exits with 0 or 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def send(report: Any) -> None:
+        # By value: with `sender.send` torch would share tensors through this process, which is about to end.
+        sender.send_bytes(pickle.dumps(report))
+
     try:
         if enter is not None:
             enter(rank)
         _lead_group_that_ends_with_parent()
         if log is not None:
             redirect_output(log)
-        sender.send(_Finished(function(sender.send, *args)))
+        send(_Finished(function(send, *args)))
         if leave is not None:
             leave()
     except BaseException as error:
         if log is not None:
             traceback.print_exc()
-        sender.send(failure_of(error))
+        send(failure_of(error))
         sys.exit(1)
 
 
