@@ -59,7 +59,7 @@ class CharmConfig(Section):
         "float32", description="Width of a partial gradient on its way home."
     )
     prefetch_depth: PositiveInt = Field(
-        1, description="Steps that a transfer may start ahead of the computation which hides it."
+        1, description="Steps that a transfer may start ahead of the computation that needs it."
     )
     fuse: bool = Field(
         True, description="Post all transfers of a step as one group, which no transport can deadlock."

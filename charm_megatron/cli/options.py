@@ -103,7 +103,7 @@ FUSE_FLAGS = "--fuse/--no-fuse"
 PrefetchDepth = Annotated[
     int | None,
     option(
-        "Steps that a transfer may start ahead of the computation which hides it.",
+        "Steps that a transfer may start ahead of the computation that needs it.",
         SCHEDULE,
         callback=at_least(1),
         show_default="1",

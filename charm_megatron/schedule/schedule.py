@@ -17,7 +17,7 @@ from charm_megatron.schedule.tables import Blocks, Hops
 class PostOptions:
     """How transfers are posted.
 
-    `prefetch_depth`: how many steps a transfer may start ahead of the compute step that it is planned for, plus one.
+    `prefetch_depth`: how many steps a transfer may start ahead of the computation that needs it.
     `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (payload and link
     class) is a group of its own, which needs a transport whose lanes progress independently.
     """
