@@ -132,7 +132,7 @@ def _print_schedule(
     numbers = planned.plan.report(direction)
     buffers = {rank: planned.buffers(direction, rank) for rank in sorted({*shown, *_measured(cp_size)})}
     console.print(rank_table(numbers, buffers, settings.domains, shown))
-    for line in facts(numbers, buffers, cp_size):
+    for line in (*facts(numbers, buffers, cp_size), *planned.plan.notes):
         console.print(line, markup=False)
     console.print()
 
