@@ -36,6 +36,7 @@ SCHEDULE_FILE_SUFFIX = ".json"
 class RankProgram:
     """One phase as one rank runs it: its actions, and where every piece lies meanwhile."""
 
+    schedule_name: str
     pass_: Pass
     program: Program
     storage: Storage
@@ -113,7 +114,8 @@ class Plan:
 def rank_program(schedule: Schedule, rank: int) -> RankProgram:
     """What one rank runs of one phase."""
     program = schedule.program(rank)
-    return RankProgram(schedule.pass_, program, plan_storage(program, schedule.pass_, schedule.problem, rank))
+    storage = plan_storage(program, schedule.pass_, schedule.problem, rank)
+    return RankProgram(schedule.name, schedule.pass_, program, storage)
 
 
 def compile_attention(config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Plan:

@@ -65,6 +65,11 @@ class CharmConfig(Section):
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
     deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+    flight_folder: Path | None = Field(
+        None,
+        description="Folder where a rank writes its last actions when a transfer is lost; none if not given, in "
+        "pretraining runs the run folder.",
+    )
     strict: bool = Field(
         False,
         description="Refuse what this attention does not do, where Transformer Engine could do it instead.",

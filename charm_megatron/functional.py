@@ -4,6 +4,7 @@ Legend of shapes: s tokens of this rank, b batch, h query heads, h_k KV heads, d
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
 import torch
@@ -30,6 +31,7 @@ class Settings(TypedDict, total=False):
     prefetch_depth: int
     fuse: bool
     deadline_s: float
+    flight_folder: Path | None
 
 
 def context_parallel_attention(

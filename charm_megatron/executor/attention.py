@@ -12,6 +12,7 @@ from charm_megatron.compile import Plan
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, BlockKey
+from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.run import LabelledProgram, ProgramRun
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel, accumulate_dtype
@@ -32,6 +33,7 @@ class AttentionCall:
     kernel: BlockKernel
     transport: Transport
     pool: BufferPool
+    recorder: FlightRecorder
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> "ForwardResult":
         """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h]."""
@@ -70,7 +72,7 @@ class AttentionCall:
         chunks = self.wire.problem.sharding.chunks_of(self.rank)
         for program in programs:
             COMPUTATIONS[program.compiled.pass_].prepare(context, chunks, tensors)
-            run = ProgramRun(program, self.wire, self.pool, context, self.transport)
+            run = ProgramRun(program, self.wire, self.pool, context, self.transport, self.recorder)
             run.bind(tensors)
             yield run
             tensors.update(run.results())
@@ -81,13 +83,19 @@ class AttentionCall:
 
 
 def attention_call(
-    plan: Plan, rank: int, kernel: BlockKernel, transport: Transport, pool: BufferPool
+    plan: Plan,
+    rank: int,
+    kernel: BlockKernel,
+    transport: Transport,
+    pool: BufferPool,
+    recorder: FlightRecorder | None = None,
 ) -> AttentionCall:
     """What one rank runs of a plan."""
     forward, backward = (
         tuple(map(LabelledProgram, plan.rank_programs(direction, rank))) for direction in DIRECTIONS
     )
-    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool)
+    recorder = recorder or FlightRecorder(rank)
+    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool, recorder)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from charm_megatron.compile import RankProgram
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, Operand
+from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.held import HeldTensors
 from charm_megatron.executor.reduce import Partial, add
-from charm_megatron.executor.transport import Transfer, Transport
+from charm_megatron.executor.transport import Transfer, TransferLost, Transport
 from charm_megatron.lowering.storage import (
     AccumulateStep,
     AttendStep,
@@ -48,8 +49,9 @@ class ProgramRun:
         pool: BufferPool,
         context: BlockContext,
         transport: Transport,
+        recorder: FlightRecorder,
     ):
-        self.plan, self.context, self.transport = plan, context, transport
+        self.plan, self.context, self.transport, self.recorder = plan, context, transport, recorder
         self.pass_, self.storage = plan.compiled.pass_, plan.compiled.storage
         self.held = HeldTensors(self.storage, wire, pool)
         self._handles: dict[Key, object] = {}
@@ -84,12 +86,13 @@ class ProgramRun:
     def step(self) -> None:
         """Runs the next action."""
         step = self.storage.steps[self._position]
+        self.recorder.note(self.plan.compiled, self._position)
         with record_function(self.plan.labels[self._position]):
             match step:
                 case PostStep():
                     self._post(step)
                 case WaitStep(key, gives):
-                    self.transport.wait(self._handles.pop(key))
+                    self._wait(key)
                     self._give(gives)
                 case AttendStep():
                     self._compute(step)
@@ -107,6 +110,12 @@ class ProgramRun:
             if isinstance(step, WaitStep):
                 return self._handles[step.key]
         return None
+
+    def _wait(self, key: Key) -> None:
+        try:
+            self.transport.wait(self._handles.pop(key))
+        except TransferLost as error:
+            raise self.recorder.lost(self.plan.compiled, self._position, error) from error
 
     def _post(self, step: PostStep) -> None:
         sends = [(send.peer, self._outgoing(send)) for send in step.sends]

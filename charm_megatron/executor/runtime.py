@@ -18,6 +18,7 @@ from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
+from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.groups import group_place, is_destroyed
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.stopwatch import Stopwatch
@@ -84,6 +85,7 @@ class _Group:
     domains: Domains
     domains_reason: str
     transport: Stopwatch
+    recorder: FlightRecorder
     pools: dict[torch.device, BufferPool]
     agreed: OrderedDict[tuple[Workload, str, torch.device], _Agreed]
 
@@ -203,7 +205,8 @@ class AttentionRuntime:
             self._forget_destroyed()
             domains, reason = find_domains(group, self.config.domains, device, self._machine)
             transport = Stopwatch(GroupTransport(group, self.config.deadline_s), is_running=self._is_timed)
-            self._groups[group] = _Group(domains, reason, transport, {}, OrderedDict())
+            recorder = FlightRecorder(dist.get_rank(group), self.config.flight_folder)
+            self._groups[group] = _Group(domains, reason, transport, recorder, {}, OrderedDict())
         return self._groups[group]
 
     def _forget_destroyed(self) -> None:
@@ -232,7 +235,8 @@ class AttentionRuntime:
         selection = select_kernel(self.config.kernel, sizes)
         require_agreement(group, plan.digest, str(plan))
         pool = known.pools.setdefault(device, BufferPool(device))
-        call = attention_call(plan, dist.get_rank(group), selection.kernel, known.transport, pool)
+        recorder, rank = known.recorder, dist.get_rank(group)
+        call = attention_call(plan, rank, selection.kernel, known.transport, pool, recorder)
         return _Agreed(plan, call, selection)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from charm_megatron.executor.transport import GroupTransport, Transfer
+from charm_megatron.executor.transport import GroupTransport, Posted, Transfer
 
 
 class Stopwatch:
@@ -31,7 +31,7 @@ class Stopwatch:
     def wait(self, handle: object) -> None:
         if not self.is_running:
             self.transport.wait(handle)
-        elif self.transport.blocks_host:
+        elif isinstance(handle, Posted) and handle.blocks_host:
             started_s = time.perf_counter()
             self.transport.wait(handle)
             self._waited_s += time.perf_counter() - started_s

@@ -89,7 +89,7 @@ class Subject:
         """The group's calls, with other programs."""
         for rank, (call, program) in enumerate(zip(group.calls, programs, strict=True)):
             storage = plan_storage(program, self.schedule.pass_, self.problem, rank)
-            compiled = LabelledProgram(RankProgram(self.schedule.pass_, program, storage))
+            compiled = LabelledProgram(RankProgram("mutant", self.schedule.pass_, program, storage))
             yield replace(call, **{f"{self.direction}_programs": (compiled,)})
 
     def _run(self, group, calls):

@@ -75,8 +75,8 @@ class FakeRuntime:
         return query[..., : value.shape[-1]]
 
     def receipt(self, group: Any, workload: Workload, **_: Any) -> Any:
-        forward = [SimpleNamespace(name="fake")]
-        return SimpleNamespace(forward=forward, lines=lambda: [f"receipt for {workload.seq_len} tokens"])
+        plan = SimpleNamespace(name="fake")
+        return SimpleNamespace(plan=plan, lines=lambda: [f"receipt for {workload.seq_len} tokens"])
 
 
 class Built:
