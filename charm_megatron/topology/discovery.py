@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from charm_megatron.errors import ScheduleDisagreement, TopologyError
+from charm_megatron.limits import MOST_RANKS
+from charm_megatron.reading import whole_number
 from charm_megatron.topology.domains import Domains, domains_from_hosts, even_domains
 from charm_megatron.topology.places import (
     Place,
@@ -36,8 +38,9 @@ def domains_from_facts(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
 def _by_rule(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
     declared, places = facts[0].declared, [one.place for one in facts]
     words = " ".join(map(str, places))
-    if declared.isdecimal():
-        return even_domains(len(facts), int(declared)), f"as set by charm.domains: {declared}"
+    number = whole_number(declared, MOST_RANKS)
+    if number is not None:
+        return even_domains(len(facts), number), f"as set by charm.domains: {declared}"
     match declared:
         case "hosts":
             return domains_from_hosts([place.host for place in places]), "one per host"
