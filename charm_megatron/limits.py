@@ -24,12 +24,16 @@ MOST_COPIES = 2**16
 """Times that a piece is resent."""
 MOST_BLOCKS = 2**20
 """Of one pass in a schedule file."""
+MOST_OWN_RANKS = 256
+"""That a benchmark starts on one machine."""
+MOST_ELEMENTS = 2**36
+"""Of q on one rank of a benchmark: 128 GiB in a type of two bytes."""
 MOST_REPETITIONS = 10**6
 MOST_DEADLINE_S = 7 * 24 * 3600.0
 """A week: a transfer that takes longer will not come."""
 
 MOST_YAML_BYTES = 64 * 2**10
-MOST_YAML_VALUES = 4 * MOST_RANKS
+MOST_YAML_VALUES = 2 * MOST_RANKS
 """Keys and values together: a file of domains may name every rank's host."""
 MOST_YAML_DEPTH = 20
 MOST_NUMBER_CHARACTERS = 40

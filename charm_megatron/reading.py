@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -104,12 +104,6 @@ def parse_yaml(text: str, what: str, kind: Kind) -> Any:
 class _Loader(yaml.SafeLoader):
     """Refuses what is too much, or can be read in two ways, as errors of YAML."""
 
-    # Without dates, merges of mappings, and `=`, which are texts then.
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in _KINDS]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._num_values = 0
@@ -151,6 +145,13 @@ class _Loader(yaml.SafeLoader):
                     _refuse(f"key {quoted(key)} is there twice", key_node.start_mark)
                 seen.add(key)
         return mapping
+
+
+# Without dates, merges of mappings, and `=`, which are texts then.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in _KINDS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _refuse(why: str, mark: Any) -> NoReturn:

@@ -52,6 +52,7 @@ def numerics_command(
     workload = Workload(1, tokens, heads, heads, head_dim, head_dim, dtype, seen)
     layout = "zigzag" if seen == CAUSAL else "contiguous"
     cluster = Cluster(nodes, ranks_per_node)
+    cluster.require_fits(workload)
     case = NumericsCase(workload, variants_of(options.listed(schedules)), draws, layout)
     console = wide_console()
     with console.status("starting ranks") as status:

@@ -155,6 +155,7 @@ def operator_command(
             peers=tuple(PEERS) if peers == "all" else options.listed(peers),
             passes=_passes(passes),
         )
+        runner.cluster.require_fits(case.workload)
         grouped = "MHA" if kv_heads in (None, heads) else f"GQA {heads}:{kv_heads}"
         made = (Race(f"{grouped}, mask {seen}", runner.profile, case, _ratios(compute, ccr)),)
     results = runner.run(made, after_each=lambda results: _write(results, json_file, csv_file, picture))
