@@ -31,8 +31,9 @@ Kind = type[InvalidInput]
 MOST_PATH_CHARACTERS = 100
 MOST_REASON_CHARACTERS = 140
 STANDARD_INPUT = "-"
+FEW_DIGITS = 9
+"""Numbers of so few are read before they are compared."""
 
-_WHOLE_NUMBER = re.compile(r"[0-9]+")
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
@@ -45,10 +46,10 @@ _JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 def whole_number(text: str, most: int) -> int | None:
     """The number that decimal digits write, ASCII ones only; None for other text, and for more than `most`."""
-    if not _WHOLE_NUMBER.fullmatch(text):
+    if not (text.isascii() and text.isdigit()):
         return None
-    digits = text.lstrip("0")
-    if len(digits) > len(str(most)):
+    digits = text if len(text) <= FEW_DIGITS else text.lstrip("0")
+    if len(digits) > max(FEW_DIGITS, len(str(most))):
         return None
     number = int(digits or "0")
     return number if number <= most else None

@@ -14,6 +14,7 @@ attend without a mask word is of full blocks; `causal` is the lower triangle of 
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from charm_megatron.errors import ScheduleSyntaxError, nearest, quoted, shortened
 from charm_megatron.limits import MOST_CHUNKS, MOST_COPIES, MOST_HEADS, MOST_RANKS, MOST_STEPS, MOST_TOKENS
@@ -43,6 +44,7 @@ _DIGITS = re.compile("[0-9]+")
 _WORDS = ("post", "wait", "attend", "accumulate", "free")
 
 
+NAMES_REMEMBERED = 2**15
 MOST_EXCERPT_CHARACTERS = 300
 """Of one action in an excerpt."""
 
@@ -82,27 +84,34 @@ def _parse_key(text: str, line: str) -> Key:
 
 
 def _parse_name(word: str, line: str) -> Piece:
+    try:
+        return _piece(word)
+    except ScheduleSyntaxError as error:
+        raise ScheduleSyntaxError(f"{quoted(line.strip())}: {error}") from error
+
+
+@lru_cache(NAMES_REMEMBERED)
+def _piece(word: str) -> Piece:
+    """The piece of a name, once for all the places where a schedule names it."""
     match = _NAME.fullmatch(word)
     if not match or match["payload"] not in PAYLOADS:
         raise ScheduleSyntaxError(
-            f"{quoted(line.strip())}: {quoted(word)} is not a piece, such as q3, kv3.1 or o3<5; "
-            f"payloads are {', '.join(PAYLOADS)}"
+            f"{quoted(word)} is not a piece, such as q3, kv3.1 or o3<5; payloads are {', '.join(PAYLOADS)}"
         )
     return Piece(
         match["payload"],
-        _number(match["chunk"], MOST_CHUNKS, "chunks", line),
-        _number(match["head"] or "0", MOST_HEADS, "head groups", line),
-        None if match["src"] is None else _number(match["src"], MOST_RANKS, "ranks", line),
-        _number(match["copy"] or "0", MOST_COPIES, "copies", line),
+        _number(match["chunk"], MOST_CHUNKS, "chunks"),
+        _number(match["head"] or "0", MOST_HEADS, "head groups"),
+        None if match["src"] is None else _number(match["src"], MOST_RANKS, "ranks"),
+        _number(match["copy"] or "0", MOST_COPIES, "copies"),
     )
 
 
-def _number(digits: str, most: int, what: str, line: str) -> int:
+def _number(digits: str, most: int, what: str, line: str = "") -> int:
     number = whole_number(digits, most)
     if number is None:
-        raise ScheduleSyntaxError(
-            f"{quoted(line.strip())}: {quoted(digits)} is above {most}, the most {what} there are"
-        )
+        where = f"{quoted(line.strip())}: " if line else ""
+        raise ScheduleSyntaxError(f"{where}{quoted(digits)} is above {most}, the most {what} there are")
     return number
 
 
