@@ -13,7 +13,7 @@ from pathlib import Path
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.report import Report, report
 from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
-from charm_megatron.errors import PlanError
+from charm_megatron.errors import PlanError, shortened
 from charm_megatron.lowering.decisions import NamedMethod
 from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.lowering.storage import Storage, plan_storage
@@ -30,6 +30,8 @@ from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import Workload
 
 SCHEDULE_FILE_SUFFIX = ".json"
+MOST_LISTED_CHARACTERS = 30
+"""Of domains and masks in messages that name two of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +165,8 @@ def _written(path: Path, domains: Domains, workload: Workload, layout: str) -> P
     problem = Problem(sharding, domains, workload.mask)
     loaded = load_schedule(path)
     theirs = loaded.problem
-    wanted = (problem.sharding.tokens_by_rank, problem.domains, problem.mask)
-    if (theirs.sharding.tokens_by_rank, theirs.domains, theirs.mask) != wanted:
+    wanted = (problem.sharding.runs_by_rank, problem.domains, problem.mask)
+    if (theirs.sharding.runs_by_rank, theirs.domains, theirs.mask) != wanted:
         raise PlanError(
             f"schedule {path} is for {_problem_text(theirs)}, but this group has {_problem_text(problem)}"
         )
@@ -180,8 +182,8 @@ def _written(path: Path, domains: Domains, workload: Workload, layout: str) -> P
 def _problem_text(problem: Problem) -> str:
     sharding = problem.sharding
     return (
-        f"{problem.cp_size} ranks in domains [{problem.domains}], {sharding.seq_len} tokens in {sharding.layout} "
-        f"layout, mask {problem.mask}"
+        f"{problem.cp_size} ranks in domains [{shortened(problem.domains, MOST_LISTED_CHARACTERS)}], "
+        f"{sharding.seq_len} tokens in {sharding.layout} layout, mask {shortened(problem.mask, MOST_LISTED_CHARACTERS)}"
     )
 
 

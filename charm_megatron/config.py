@@ -13,18 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    StringConstraints,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from charm_megatron.errors import ConfigError, nearest
+from charm_megatron.errors import MOST_QUOTED_CHARACTERS, ConfigError, nearest, quoted, shortened
+from charm_megatron.files import exists
+from charm_megatron.limits import MOST_DEADLINE_S, MOST_JOB_RANKS, MOST_RANKS, MOST_STEPS, MOST_YAML_BYTES
+from charm_megatron.reading import parse_yaml, path_text, read_text
 
 MegatronValue = bool | int | float | str | list[bool | int | float | str] | None
 
@@ -36,13 +30,14 @@ class Section(BaseModel):
 
 
 DomainFile = Annotated[str, StringConstraints(pattern=r"\.ya?ml$")]
+NumDomains = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 
 class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
-    domains: Literal["hosts", "numa", "nvlink"] | PositiveInt | DomainFile = Field(
+    domains: Literal["hosts", "numa", "nvlink"] | NumDomains | DomainFile = Field(
         "hosts",
         description="How the ranks of a context-parallel group fall into domains of fast links: one per host, right "
         "where its GPUs are all connected alike; one per NUMA node of a host; one per island of NVLink, where a host "
@@ -58,13 +53,18 @@ class CharmConfig(Section):
     grad_return_dtype: Literal["model", "float32"] = Field(
         "float32", description="Width of a partial gradient on its way home."
     )
-    prefetch_depth: PositiveInt = Field(
-        1, description="Steps that a transfer may start ahead of the computation that needs it."
+    prefetch_depth: int = Field(
+        1,
+        gt=0,
+        le=MOST_STEPS,
+        description="Steps that a transfer may start ahead of the computation that needs it.",
     )
     fuse: bool = Field(
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
-    deadline_s: PositiveFloat = Field(300.0, description="Longest wait for one transfer, in seconds.")
+    deadline_s: float = Field(
+        300.0, gt=0, le=MOST_DEADLINE_S, description="Longest wait for one transfer, in seconds."
+    )
     flight_folder: Path | None = Field(
         None,
         description="Folder where a rank writes its last actions when a transfer is lost; none if not given, in "
@@ -79,7 +79,9 @@ class CharmConfig(Section):
 class LaunchConfig(Section):
     """The processes of a job on this machine."""
 
-    ranks: PositiveInt = Field(1, description="Number of ranks to start, Megatron's world size.")
+    ranks: int = Field(
+        1, gt=0, le=MOST_JOB_RANKS, description="Number of ranks to start, Megatron's world size."
+    )
 
 
 class DataConfig(Section):
@@ -118,7 +120,7 @@ def load_run_config(path: Path, overrides: list[Override] | None = None) -> RunC
     for override in overrides or []:
         if not _is_choice(override):
             _apply(data, override)
-    return parse_run_config(data, str(path))
+    return parse_run_config(data, path_text(path))
 
 
 def load_charm_config(path: Path) -> CharmConfig:
@@ -126,7 +128,7 @@ def load_charm_config(path: Path) -> CharmConfig:
 
     Raises `ConfigError` as `load_run_config` does.
     """
-    return parse_section(CharmConfig, read_mapping(path, "settings"), str(path))
+    return parse_section(CharmConfig, read_mapping(path, "settings"), path_text(path))
 
 
 def variant_names(path: Path) -> tuple[str, ...]:
@@ -148,11 +150,11 @@ def run_config_file(path: Path) -> Path:
     """
     shipped = shipped_run_configs()
     is_name = path.name == str(path) and not path.suffix
-    if not is_name or path.exists():
+    if not is_name or exists(path):
         return path
     if path.name not in shipped:
         raise ConfigError(
-            f"there is no file {path}, and no configuration of that name{nearest(path.name, shipped)}"
+            f"there is no file {path_text(path)}, and no configuration of that name{nearest(path.name, shipped)}"
         )
     return shipped[path.name]
 
@@ -164,14 +166,10 @@ def parse_run_config(data: dict[str, Any], source: str) -> RunConfig:
 
 def read_mapping(path: Path, content: str) -> dict[str, Any]:
     """The YAML mapping in a file; `content` says of what, for errors. Raises `ConfigError` when there is none."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is not YAML: {_one_line(error)}") from error
+    name = f"configuration {path_text(path)}"
+    data = parse_yaml(read_text(path, name, MOST_YAML_BYTES, ConfigError), name, ConfigError)
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration {path} is not a mapping of {content} but {type(data).__name__}")
+        raise ConfigError(f"{name} is not a mapping of {content} but {type(data).__name__}")
     return data
 
 
@@ -182,15 +180,19 @@ def _is_choice(override: Override) -> bool:
 def _variants(data: dict[str, Any], path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     variants = data.get("variants", {})
     sections = RunConfig.model_fields
-    for name, variant in variants.items() if isinstance(variants, dict) else [("", None)]:
+    if not isinstance(variants, dict):
+        raise ConfigError(f"configuration {path_text(path)}: variants is not a mapping of sections")
+    for name, variant in variants.items():
+        where = f"variants.{name}"
         if not isinstance(variant, dict) or not all(isinstance(keys, dict) for keys in variant.values()):
             raise ConfigError(
-                f"configuration {path}: variants{name and '.'}{name} is not a mapping of sections"
+                f"configuration {path_text(path)}: {_key_text(where)} is not a mapping of sections"
             )
         for section in variant.keys() - sections.keys():
-            raise ConfigError(f"{path}: unknown key 'variants.{name}.{section}'{nearest(section, sections)}")
-    checked: dict[str, dict[str, dict[str, Any]]] = variants
-    return checked
+            raise ConfigError(
+                f"{path_text(path)}: unknown key {quoted(f'{where}.{section}')}{nearest(str(section), sections)}"
+            )
+    return {str(name): variant for name, variant in variants.items()}
 
 
 def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[str, Any]:
@@ -200,13 +202,13 @@ def _with_variant(data: dict[str, Any], chosen: str | None, path: Path) -> dict[
     name = data.get("variant") if chosen is None else chosen
     if name is None and not variants:
         return sections
-    if name not in variants:
+    if not isinstance(name, str | int) or str(name) not in variants:
         known = f"they are {', '.join(variants)}" if variants else "it has no variants"
-        raise ConfigError(f"{path} has no variant {name!r}; {known}")
-    for section, values in variants[name].items():
+        raise ConfigError(f"{path_text(path)} has no variant {quoted(name)}; {known}")
+    for section, values in variants[str(name)].items():
         shared = sections.get(section) or {}
         if not isinstance(shared, dict):
-            raise ConfigError(f"{path}: section {section!r} is not a mapping")
+            raise ConfigError(f"{path_text(path)}: section {quoted(section)} is not a mapping")
         sections[section] = {**shared, **values}
     return sections
 
@@ -223,19 +225,18 @@ def _apply(data: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or len(keys) != 2 or not all(keys):
-        raise ConfigError(f"setting {override!r} is not SECTION.KEY=VALUE, such as megatron.train_iters=20")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"value of setting {override!r} is not YAML: {_one_line(error)}") from error
+        raise ConfigError(
+            f"setting {quoted(override)} is not SECTION.KEY=VALUE, such as megatron.train_iters=20"
+        )
+    value = parse_yaml(text, f"value of setting {quoted(override)}", ConfigError)
     section = data.setdefault(keys[0], {})
     if not isinstance(section, dict):
-        raise ConfigError(f"setting {override!r}: section {keys[0]!r} is not a mapping")
+        raise ConfigError(f"setting {quoted(override)}: section {quoted(keys[0])} is not a mapping")
     section[keys[1]] = value
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _key_text(key: str) -> str:
+    return shortened(key, MOST_QUOTED_CHARACTERS)
 
 
 def _first_problem(model: type[Section], error: ValidationError) -> str:
@@ -243,15 +244,15 @@ def _first_problem(model: type[Section], error: ValidationError) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = (str(part) for part in problem["loc"])
-        return f"unknown key {where!r}{nearest(key, _known_keys(model, parents))}"
+        return f"unknown key {quoted(where)}{nearest(key, _known_keys(model, parents))}"
     if problem["type"] == "missing":
-        return f"key {where!r} is missing"
+        return f"key {quoted(where)} is missing"
     if len(problem["loc"]) > 1 and any(other["loc"][:-1] == problem["loc"][:-1] for other in others):
         # A value of several types: what follows its name says which of them is meant.
         where = ".".join(str(part) for part in problem["loc"][:-1])
         same = [x["msg"] for x in (problem, *others) if x["loc"][:-1] == problem["loc"][:-1]]
-        return f"{where}: {', or '.join(same).lower()}, but is {problem['input']!r}"
-    return f"{where}: {problem['msg'].lower()}, but is {problem['input']!r}"
+        return f"{_key_text(where)}: {', or '.join(same).lower()}, but is {quoted(problem['input'])}"
+    return f"{_key_text(where)}: {problem['msg'].lower()}, but is {quoted(problem['input'])}"
 
 
 def _known_keys(root: type[Section], parents: list[str]) -> list[str]:

@@ -7,6 +7,13 @@ else under `CharmError` went wrong while running, and ends with code 1.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
+
+MOST_MESSAGE_CHARACTERS = 300
+"""Of an `InvalidInput`: what a terminal shows at a glance."""
+MOST_QUOTED_CHARACTERS = 80
+MOST_WORD_CHARACTERS = 100
+"""Longer words are like none that is known, and comparing them would take its time."""
 
 
 class CharmError(Exception):
@@ -14,7 +21,14 @@ class CharmError(Exception):
 
 
 class InvalidInput(CharmError, ValueError):
-    """The caller asked for something that cannot be done as asked."""
+    """The caller asked for something that cannot be done as asked.
+
+    The message is one line, and its middle is left out where it would be longer than `MOST_MESSAGE_CHARACTERS`: what
+    was wrong stands at the beginning, what would work at the end.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(shortened(message, MOST_MESSAGE_CHARACTERS))
 
 
 class ConfigError(InvalidInput):
@@ -67,5 +81,24 @@ class NetworkFault(CharmError, RuntimeError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known word closest to `word`, or the list of all known ones."""
     known = sorted(map(str, known))
-    close = get_close_matches(word, known, n=1)
+    close = get_close_matches(word, known, n=1) if len(word) <= MOST_WORD_CHARACTERS else []
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def shortened(text: object, most: int) -> str:
+    """`str(text)` on one line of at most `most` characters, ` .. ` in place of the middle of a longer one."""
+    words = " ".join(str(text).split())
+    if len(words) <= most:
+        return words
+    tail = (most - 4) // 3
+    return f"{words[: most - 4 - tail]} .. {words[-tail:]}"
+
+
+def quoted(value: object) -> str:
+    """`repr(value)` for a message, however large the value is: long ones are cut before they are written out."""
+    short = Repr()
+    short.maxstring = short.maxother = short.maxlong = MOST_QUOTED_CHARACTERS
+    try:
+        return shortened(short.repr(value), MOST_QUOTED_CHARACTERS)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} of very many digits"

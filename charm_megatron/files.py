@@ -27,17 +27,25 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, "utf-8", newline=""))
 
 
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder, as far as can be seen: False also for what cannot be a path."""
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, a folder that may not be looked into
+        return False
+
+
 def require_writable(*paths: Path | None) -> None:
     """Raises `InvalidInput` unless each file, where one is given, can be written. Leaves no file behind."""
     for path in paths:
         if path is None:
             continue
-        if not path.parent.is_dir():
-            raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
-        if path.is_dir():
-            raise InvalidInput(f"cannot write {path}: it is a folder")
-        partial = _partial(path)
         try:
+            if not path.parent.is_dir():
+                raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
+            if path.is_dir():
+                raise InvalidInput(f"cannot write {path}: it is a folder")
+            partial = _partial(path)
             partial.touch()
             partial.unlink()
         except OSError as error:
@@ -46,7 +54,7 @@ def require_writable(*paths: Path | None) -> None:
 
 def require_writable_folder(path: Path) -> None:
     """Raises `InvalidInput` unless files can be made in the folder `path`, or the folder itself can be made."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    existing = next(folder for folder in (path, *path.absolute().parents) if exists(folder))
     if not existing.is_dir():
         raise InvalidInput(f"cannot write to {path}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

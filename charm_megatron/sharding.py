@@ -11,11 +11,14 @@ A sequence is cut into chunks, and every chunk has one home rank. Over n ranks:
 A chunk never reaches over the end of a document: the first three layouts cut it there.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from charm_megatron.errors import PlanError, WorkloadError, nearest
+from charm_megatron.errors import PlanError, WorkloadError, nearest, quoted
+from charm_megatron.limits import MOST_CHUNKS, MOST_RANKS, MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class Chunk:
     @property
     def tokens(self) -> range:
         return range(self.start, self.start + self.length * self.stride, self.stride)
+
+
+class Run(NamedTuple):
+    """Tokens start, start + stride, .. , `length` of them, as far as that goes on within a shard."""
+
+    start: int
+    length: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,19 @@ class Sharding:
     def chunks_of(self, cp_rank: int) -> tuple[int, ...]:
         """The chunks of one rank's shard, in order."""
         return tuple(chunk for chunk, home in enumerate(self.home) if home == cp_rank)
+
+    @property
+    def runs_by_rank(self) -> tuple[tuple[Run, ...], ...]:
+        """The tokens of all shards as `tokens_by_rank` lists them, but in few words however many tokens there are."""
+        runs: list[list[Run]] = [[] for _ in range(self.cp_size)]
+        for rank, chunk in zip(self.home, self.chunks, strict=True):
+            of_rank, run = runs[rank], Run(chunk.start, chunk.length, chunk.stride)
+            last = of_rank[-1] if of_rank else None
+            if last and last.stride == run.stride and last.start + last.length * last.stride == run.start:
+                of_rank[-1] = last._replace(length=last.length + run.length)
+            else:
+                of_rank.append(run)
+        return tuple(tuple(run._replace(stride=1) if run.length == 1 else run for run in of) for of in runs)
 
     @property
     def tokens_by_rank(self) -> tuple[tuple[int, ...], ...]:
@@ -113,12 +137,16 @@ def _cut_at_documents(home: list[int], whole: list[Chunk], documents: tuple[int,
     if not documents:
         return home, whole
     out_home, out = [], []
+    spans, stops = _spans(documents), list(accumulate(documents))
     for rank, chunk in zip(home, whole, strict=True):
-        for number, (start, stop) in enumerate(_spans(documents)):
-            first, last = max(start, chunk.start), min(stop, chunk.start + chunk.length)
-            if first < last:
-                out_home.append(rank)
-                out.append(Chunk(first, last - first, 1, number))
+        end = chunk.start + chunk.length
+        for number in range(bisect_right(stops, chunk.start), len(spans)):
+            start, stop = spans[number]
+            if start >= end:
+                break
+            first, last = max(start, chunk.start), min(stop, end)
+            out_home.append(rank)
+            out.append(Chunk(first, last - first, 1, number))
     return out_home, out
 
 
@@ -143,9 +171,12 @@ def make_sharding(layout: str, cp_size: int, seq_len: int, documents: tuple[int,
     Raises `PlanError` for an unknown layout and `WorkloadError` for lengths that do not divide.
     """
     if layout not in LAYOUTS:
-        raise PlanError(f"unknown layout {layout!r}{nearest(layout, LAYOUTS)}")
-    if cp_size < 1:
-        raise PlanError(f"a context-parallel group has at least 1 rank, but cp_size is {cp_size}")
+        raise PlanError(f"unknown layout {quoted(layout)}{nearest(layout, LAYOUTS)}")
+    if not 1 <= cp_size <= MOST_RANKS:
+        bound = "at least 1 rank" if cp_size < 1 else f"at most {MOST_RANKS} ranks"
+        raise PlanError(f"a context-parallel group has {bound}, but cp_size is {quoted(cp_size)}")
+    if seq_len > MOST_TOKENS:
+        raise WorkloadError(f"a sequence has at most {MOST_TOKENS} tokens, but seq_len is {quoted(seq_len)}")
     if documents and sum(documents) != seq_len:
         raise WorkloadError(f"documents have {sum(documents)} tokens, the sequence has {seq_len}")
     made = LAYOUTS[layout]
@@ -160,8 +191,27 @@ def make_sharding(layout: str, cp_size: int, seq_len: int, documents: tuple[int,
                 f"{what} length {length} does not divide over {cp_size} ranks in {layout} layout: "
                 f"it must be a multiple of {multiple}, such as {near}"
             )
+    _require_few(_most_chunks(layout, cp_size, documents or (seq_len,)))
     home, chunks = made.cut(cp_size, seq_len, documents)
     return Sharding(layout, tuple(home), tuple(chunks))
+
+
+def _most_chunks(layout: str, cp_size: int, documents: tuple[int, ...]) -> int:
+    """No less than the number of chunks that a layout cuts."""
+    made = LAYOUTS[layout]
+    if layout == "striped":
+        return sum(min(length, cp_size) for length in documents)
+    if made.each_document:
+        return made.chunks_per_rank * cp_size * len(documents)
+    return made.chunks_per_rank * cp_size + len(documents) - 1
+
+
+def _require_few(num_chunks: int) -> None:
+    if num_chunks > MOST_CHUNKS:
+        raise WorkloadError(
+            f"a sequence is cut into at most {MOST_CHUNKS} chunks, but this would be {quoted(num_chunks)}; "
+            f"fewer ranks, documents or parts work"
+        )
 
 
 def refine(sharding: Sharding, parts: int) -> Sharding:
@@ -171,6 +221,7 @@ def refine(sharding: Sharding, parts: int) -> Sharding:
     """
     if parts == 1:
         return sharding
+    _require_few(sum(min(chunk.length, parts) for chunk in sharding.chunks))
     home, chunks = [], []
     for rank, chunk in zip(sharding.home, sharding.chunks, strict=True):
         bounds = sorted({chunk.length * part // parts for part in range(parts + 1)})

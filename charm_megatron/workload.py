@@ -6,11 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from charm_megatron.errors import WorkloadError, nearest
+from charm_megatron.errors import WorkloadError, nearest, quoted
+from charm_megatron.limits import (
+    MOST_BATCH,
+    MOST_DOCUMENTS,
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_MASK_CHARACTERS,
+    MOST_TOKENS,
+)
+from charm_megatron.reading import whole_number
 
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-_MASK_WORD = re.compile(r"(?P<word>[a-z]+)(?::(?P<numbers>-?\d+(?:,-?\d+)*))?")
+_MASK_WORD = re.compile(r"(?P<word>[a-z]+)(?::(?P<numbers>-?[0-9]+(?:,-?[0-9]+)*))?")
 
 
 class Band(NamedTuple):
@@ -65,14 +74,26 @@ class Mask:
 
     def __post_init__(self) -> None:
         if (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0):
-            raise WorkloadError(f"a window reaches 0 or more tokens to either side, but is {self}")
+            raise WorkloadError(
+                f"a window reaches 0 or more tokens to either side, but is {quoted(str(self))}"
+            )
         if not isinstance(self.documents, tuple):
             raise WorkloadError(
                 f"documents are a tuple of lengths in tokens, but are {type(self.documents).__name__} "
-                f"{self.documents!r:.100}; tuple(documents) would work"
+                f"{quoted(self.documents)}; tuple(documents) would work"
+            )
+        if len(self.documents) > MOST_DOCUMENTS:
+            raise WorkloadError(
+                f"a sequence has at most {MOST_DOCUMENTS} documents, but there are {len(self.documents)}"
             )
         if any(length < 1 for length in self.documents):
-            raise WorkloadError(f"documents have at least 1 token, but are {self.documents}")
+            raise WorkloadError(f"documents have at least 1 token, but are {quoted(self.documents)}")
+        if sum(self.documents) > MOST_TOKENS or any(
+            reach > MOST_TOKENS for reach in (self.left, self.right) if reach is not None
+        ):
+            raise WorkloadError(
+                f"documents and windows have at most {MOST_TOKENS} tokens, but are {quoted(str(self))}"
+            )
 
     @property
     def is_causal(self) -> bool:
@@ -106,10 +127,12 @@ def parse_mask(text: str) -> Mask:
     left: int | None = None
     right: int | None = 0
     documents: tuple[int, ...] = ()
+    if len(text) > MOST_MASK_CHARACTERS:
+        raise WorkloadError(f"mask {quoted(text)} has more than {MOST_MASK_CHARACTERS:,} characters")
     for part in text.split("+"):
         match = _MASK_WORD.fullmatch(part.strip())
         word = match["word"] if match else part
-        numbers = tuple(map(int, match["numbers"].split(","))) if match and match["numbers"] else ()
+        numbers = _mask_numbers(match["numbers"] or "", text) if match else ()
         if word == "causal" and not numbers:
             left, right = None, 0
         elif word == "none" and not numbers:
@@ -122,10 +145,27 @@ def parse_mask(text: str) -> Mask:
             words = ("causal", "none", "window", "documents")
             known = "" if word in words else nearest(word, words)
             raise WorkloadError(
-                f"mask {text!r}: {part.strip()!r} is not causal, none, window:LEFT,RIGHT or "
+                f"mask {quoted(text)}: {quoted(part.strip())} is not causal, none, window:LEFT,RIGHT or "
                 f"documents:LENGTH,..{known}"
             )
     return Mask(left, right, documents)
+
+
+def _mask_numbers(text: str, mask: str) -> tuple[int, ...]:
+    words = text.split(",") if text else []
+    if len(words) > MOST_DOCUMENTS:
+        raise WorkloadError(
+            f"mask {quoted(mask)} has {len(words)} numbers, but a sequence has at most {MOST_DOCUMENTS} documents"
+        )
+    numbers = []
+    for word in words:
+        number = whole_number(word.removeprefix("-"), MOST_TOKENS)
+        if number is None:
+            raise WorkloadError(
+                f"mask {quoted(mask)}: {quoted(word)} is more than {MOST_TOKENS} tokens, the most of a sequence"
+            )
+        numbers.append(-number if word.startswith("-") else number)
+    return tuple(numbers)
 
 
 def as_mask(mask: Mask | str) -> Mask:
@@ -135,7 +175,7 @@ def as_mask(mask: Mask | str) -> Mask:
     if isinstance(mask, str):
         return parse_mask(mask)
     raise WorkloadError(
-        f"a mask is a Mask or a word such as 'causal' or 'none', but is {type(mask).__name__} {mask!r:.100}"
+        f"a mask is a Mask or a word such as 'causal' or 'none', but is {type(mask).__name__} {quoted(mask)}"
     )
 
 
@@ -145,6 +185,16 @@ def require_softmax_scale(scale: float) -> None:
         raise WorkloadError(
             f"softmax_scale must be positive and finite, but is {scale!r}; None is 1 / sqrt(head_dim)"
         )
+
+
+_MOST_OF_SIZE = {
+    "batch": MOST_BATCH,
+    "seq_len": MOST_TOKENS,
+    "num_heads": MOST_HEADS,
+    "num_kv_heads": MOST_HEADS,
+    "head_dim": MOST_HEAD_DIM,
+    "head_dim_v": MOST_HEAD_DIM,
+}
 
 
 @dataclass(frozen=True)
@@ -165,9 +215,11 @@ class Workload:
     mask: Mask = CAUSAL
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "head_dim_v"):
-            if getattr(self, name) < 1:
-                raise WorkloadError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        for name, most in _MOST_OF_SIZE.items():
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                bound = "at least 1" if value < 1 else f"at most {most}"
+                raise WorkloadError(f"{name} must be {bound}, but is {quoted(value)}")
         if self.num_heads % self.num_kv_heads:
             raise WorkloadError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "

@@ -10,6 +10,12 @@ GOLDEN = Path(__file__).parent / "golden"
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
     parser.addoption(
+        "--fuzz",
+        type=int,
+        metavar="N",
+        help="examples for each reader of test_bounded_input.py; others each time",
+    )
+    parser.addoption(
         "--exhaustive", action="store_true", help="check all planners in all their programs; hours"
     )
 

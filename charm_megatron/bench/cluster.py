@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, WorkloadError
+from charm_megatron.limits import MOST_ELEMENTS, MOST_OWN_RANKS
 from charm_megatron.processes.environment import launched_rank
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.testbed.network import Network
 from charm_megatron.testbed.profile import Profile, SharedLink
 from charm_megatron.topology import Domains, even_domains
+from charm_megatron.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Cluster:
     namespaces: tuple[str, ...] | None = None
     is_launched: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.is_launched and self.num_ranks > MOST_OWN_RANKS:
+            raise TopologyError(
+                f"{self.num_ranks} ranks are too many for one machine: {MOST_OWN_RANKS} at most; start more by torchrun"
+            )
+
     @property
     def num_ranks(self) -> int:
         return self.num_domains * self.ranks_per_domain
@@ -36,6 +44,15 @@ class Cluster:
     @property
     def domains(self) -> Domains:
         return even_domains(self.num_ranks, self.num_domains)
+
+    def require_fits(self, workload: Workload) -> None:
+        """Raises `WorkloadError` for tensors that no rank can hold."""
+        of_q = workload.batch * workload.seq_len // self.num_ranks * workload.num_heads * workload.head_dim
+        if of_q > MOST_ELEMENTS:
+            raise WorkloadError(
+                f"q of one rank would have {of_q:,} elements, but {MOST_ELEMENTS:,} at most fit a device; "
+                f"take fewer tokens, heads or sequences"
+            )
 
     @property
     def interface(self) -> str:

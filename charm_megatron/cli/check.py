@@ -17,7 +17,8 @@ def check_command(
     schedule: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|FILE", help="A planner's name, or a file as `charm-megatron plan --json` writes it."
+            metavar="NAME|FILE|-",
+            help="A planner's name, or a file as `charm-megatron plan --json` writes it; - is standard input.",
         ),
     ],
     nodes: options.Nodes = None,
@@ -28,23 +29,26 @@ def check_command(
 ) -> None:
     """Check every pass of a schedule: planned for the group and attention given, or saved in a .json file.
 
-    A file that is for another group or attention than the options say is refused. Ends with code 0 when each pass is
-    right; with 1 and the first fault of one that is not; with 2 for what cannot be planned or read.
+    With - the file is read from standard input. A file that is for another group or attention than the options say is
+    refused. Ends with code 0 when each pass is right; with 1 and the first fault of one that is not; with 2 for what
+    cannot be planned or read.
     """
     from rich.console import Console
 
     from charm_megatron.cli.plan_request import PlanRequest
     from charm_megatron.cli.schedule_tables import check_table
     from charm_megatron.compile import is_schedule_file
+    from charm_megatron.files import exists
+    from charm_megatron.reading import STANDARD_INPUT
     from charm_megatron.schedule.json_form import load_schedule
     from charm_megatron.verify.programs import check_schedule
 
     request = PlanRequest(nodes, ranks_per_node, mask, layout, tokens_per_rank)
-    if is_schedule_file(schedule):
+    if schedule == STANDARD_INPUT or is_schedule_file(schedule):
         loaded = load_schedule(Path(schedule))
-        _require_as_asked(schedule, loaded, request)
+        _require_as_asked("standard input" if schedule == STANDARD_INPUT else schedule, loaded, request)
         name, schedules = loaded.name, loaded.schedules
-    elif Path(schedule).suffix and Path(schedule).is_file():
+    elif Path(schedule).suffix and exists(Path(schedule)):
         raise InvalidInput(f"{schedule} is not a schedule file: their names end in .json")
     else:
         plan = request.complete([schedule]).plan(schedule)

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from charm_megatron.errors import CharmError, InvalidInput
+from charm_megatron.errors import MOST_MESSAGE_CHARACTERS, CharmError, InvalidInput, shortened
 
 EXIT_FAILURE, EXIT_INVALID_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -27,8 +27,11 @@ def errors_as_sentences() -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        _complain(f"error: {' '.join(str(error).split())}")
+        _complain(f"error: {error}")
         raise typer.Exit(EXIT_INVALID_INPUT) from error
+    except typer.BadParameter as error:
+        error.message = shortened(error.message, MOST_MESSAGE_CHARACTERS)
+        raise
     except CharmError as error:
         _complain(f"error: {error}")
         raise typer.Exit(EXIT_FAILURE) from error

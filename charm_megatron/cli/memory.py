@@ -7,7 +7,8 @@ import typer
 
 from charm_megatron.cli import options
 from charm_megatron.cli.args import check_config
-from charm_megatron.cli.options import at_least
+from charm_megatron.cli.options import between
+from charm_megatron.limits import MOST_RANKS
 
 
 def memory_command(
@@ -18,7 +19,7 @@ def memory_command(
         typer.Option(
             help="Context-parallel ranks in a domain; if not given, as charm.domains or SLURM's allocation "
             "says, else 8.",
-            callback=at_least(1),
+            callback=between(1, MOST_RANKS),
         ),
     ] = None,
     cpu: options.Cpu = False,

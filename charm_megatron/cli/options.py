@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from charm_megatron.errors import InvalidInput, nearest
+from charm_megatron.errors import InvalidInput, nearest, quoted
+from charm_megatron.limits import (
+    MOST_BATCH,
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_RANKS,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
 from charm_megatron.schedule.passes import DIRECTIONS
 
 GROUP, ATTENTION, SCHEDULE = "Group", "Attention", "Schedule"
@@ -24,12 +32,13 @@ def option(help: str, panel: str, *names: str, **rest: Any) -> Any:  # noqa: A00
 # ---------------------------------------------------------------------- checks of values
 
 
-def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
-    """Refuses smaller numbers."""
+def between(least: int, most: int) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses smaller and larger numbers."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
-        if value is not None and value < least:
-            raise InvalidInput(f"{param.opts[0]} must be at least {least}, but is {value}")
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise InvalidInput(f"{param.opts[0]} must be {bound}, but is {quoted(value)}")
         return value
 
     return check
@@ -40,7 +49,7 @@ def one_of(known: Sequence[str]) -> Callable[[typer.CallbackParam, Any], Any]:
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is not None and value not in known:
-            raise InvalidInput(f"{param.opts[0]} {value!r} is unknown{nearest(value, known)}")
+            raise InvalidInput(f"{param.opts[0]} {quoted(value)} is unknown{nearest(value, known)}")
         return value
 
     return check
@@ -63,14 +72,19 @@ def listed(text: str) -> tuple[str, ...]:
 
 Nodes = Annotated[
     int | None,
-    option("Nodes: domains of fast links.", GROUP, callback=at_least(1), show_default="1, or as in the file"),
+    option(
+        "Nodes: domains of fast links.",
+        GROUP,
+        callback=between(1, MOST_RANKS),
+        show_default="1, or as in the file",
+    ),
 ]
 RanksPerNode = Annotated[
     int | None,
     option(
         "Context-parallel ranks on each node.",
         GROUP,
-        callback=at_least(1),
+        callback=between(1, MOST_RANKS),
         show_default="8, or as in the file",
     ),
 ]
@@ -84,14 +98,20 @@ MaskText = Annotated[str | None, option(MASK_HELP, ATTENTION, show_default="caus
 Layout = Annotated[str | None, option(LAYOUT_HELP, ATTENTION, show_default="zigzag, or as in the file")]
 TokensPerRank = Annotated[
     int | None,
-    option("Tokens of each rank.", ATTENTION, callback=at_least(1), show_default="4096, or as in the file"),
+    option(
+        "Tokens of each rank.",
+        ATTENTION,
+        callback=between(1, MOST_TOKENS),
+        show_default="4096, or as in the file",
+    ),
 ]
-Heads = Annotated[int, option("Query heads.", ATTENTION, callback=at_least(1))]
+Heads = Annotated[int, option("Query heads.", ATTENTION, callback=between(1, MOST_HEADS))]
 KvHeads = Annotated[
-    int | None, option("KV heads.", ATTENTION, callback=at_least(1), show_default="as many as query heads")
+    int | None,
+    option("KV heads.", ATTENTION, callback=between(1, MOST_HEADS), show_default="as many as query heads"),
 ]
-HeadDim = Annotated[int, option("Width of a head.", ATTENTION, callback=at_least(1))]
-Batch = Annotated[int, option("Sequences side by side.", ATTENTION, callback=at_least(1))]
+HeadDim = Annotated[int, option("Width of a head.", ATTENTION, callback=between(1, MOST_HEAD_DIM))]
+Batch = Annotated[int, option("Sequences side by side.", ATTENTION, callback=between(1, MOST_BATCH))]
 Dtype = Annotated[str, option("Dtype of q, k, v and out.", ATTENTION, callback=known_dtype)]
 
 # ---------------------------------------------------------------------- schedule
@@ -105,7 +125,7 @@ PrefetchDepth = Annotated[
     option(
         "Steps that a transfer may start ahead of the computation that needs it.",
         SCHEDULE,
-        callback=at_least(1),
+        callback=between(1, MOST_STEPS),
         show_default="1",
     ),
 ]

@@ -1,6 +1,7 @@
 """What `charm-megatron plan` shows and writes once its options are read."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class ModelRates:
 
     def cost_model(self, *, is_shared: bool = True) -> CostModel:
         """Raises a kind of `InvalidInput` for rates that are not positive."""
-        if self.flops_per_s <= 0:
-            raise InvalidInput(f"--flops-per-s must be positive, but is {self.flops_per_s:g}")
+        if not 0 < self.flops_per_s < math.inf:
+            raise InvalidInput(f"--flops-per-s must be positive and finite, but is {self.flops_per_s:g}")
         inside = Link(self.inside_bytes_per_s, self.latency_s)
         return CostModel(self.flops_per_s, inside, Link(self.across_bytes_per_s, self.latency_s), is_shared)
 

@@ -86,7 +86,9 @@ def status_command(
 
 def probe_command(
     profile: ProfileArgument,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to count, for each row.")] = 1.5,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, help="How long to count, for each row.")
+    ] = 1.5,
 ) -> None:
     """Measure what the links carry, beside the profile's rates; on the network that is up, or a passing one."""
     from rich.console import Console

@@ -1,5 +1,6 @@
 """What one action takes: a device's rate for blocks, latency and bandwidth for the links of each class."""
 
+import math
 from dataclasses import dataclass
 
 from charm_megatron.cost.wire import WireFormat
@@ -17,8 +18,10 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.latency_s < 0:
-            raise WorkloadError(f"a link needs a positive rate and no negative latency, but is {self}")
+        if not (0 < self.bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
+            raise WorkloadError(
+                f"a link needs a positive, finite rate and no negative or endless latency, but is {self}"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,31 @@
 Programs hold actions in their text form, one list a rank.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from charm_megatron.errors import ScheduleSyntaxError, nearest
+from charm_megatron.errors import (
+    MOST_QUOTED_CHARACTERS,
+    ScheduleFault,
+    ScheduleSyntaxError,
+    nearest,
+    quoted,
+    shortened,
+)
+from charm_megatron.limits import (
+    MOST_CHUNKS,
+    MOST_HEADS,
+    MOST_JSON_BYTES,
+    MOST_NAME_CHARACTERS,
+    MOST_RANKS,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
+from charm_megatron.reading import STANDARD_INPUT, parse_json, path_text, read_text
 from charm_megatron.schedule.passes import PASSES, Direction
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.schedule import PostOptions, Schedule
@@ -29,6 +45,8 @@ from charm_megatron.workload import parse_mask
 
 FORMAT = "charm-megatron schedule"
 VERSION = 2
+MOST_PHASES = 16
+"""Methods have two or three."""
 
 
 class _Model(BaseModel):
@@ -37,13 +55,13 @@ class _Model(BaseModel):
 
 class _Problem(_Model):
     layout: str
-    cp_size: int = Field(ge=1)
-    seq_len: int = Field(ge=1)
+    cp_size: int = Field(ge=1, le=MOST_RANKS)
+    seq_len: int = Field(ge=1, le=MOST_TOKENS)
     mask: str
-    domain_of: list[int]
-    q_head_groups: int = Field(1, ge=1)
-    kv_head_groups: int = Field(1, ge=1)
-    chunk_parts: int = Field(1, ge=1)
+    domain_of: list[Annotated[int, Field(ge=0, lt=MOST_RANKS)]] = Field(max_length=MOST_RANKS)
+    q_head_groups: int = Field(1, ge=1, le=MOST_HEADS)
+    kv_head_groups: int = Field(1, ge=1, le=MOST_HEADS)
+    chunk_parts: int = Field(1, ge=1, le=MOST_CHUNKS)
 
     def build(self) -> Problem:
         mask = parse_mask(self.mask)
@@ -55,7 +73,7 @@ class _Problem(_Model):
 
 
 class _Options(_Model):
-    prefetch_depth: int = Field(1, ge=1)
+    prefetch_depth: int = Field(1, ge=1, le=MOST_STEPS)
     fuse: bool = True
 
     def build(self) -> PostOptions:
@@ -64,16 +82,16 @@ class _Options(_Model):
 
 class _Phase(_Model):
     pass_: str = Field(alias="pass")
-    programs: list[list[str]]
+    programs: list[list[str]] = Field(max_length=MOST_RANKS)
 
 
 class _File(_Model):
     format: str
     version: int
-    name: str
+    name: str = Field(max_length=MOST_NAME_CHARACTERS)
     problem: _Problem
     options: _Options = _Options()
-    phases: list[_Phase] = Field(min_length=1)
+    phases: list[_Phase] = Field(min_length=1, max_length=MOST_PHASES)
 
 
 @dataclass(frozen=True)
@@ -128,17 +146,17 @@ def from_json(data: Mapping[str, Any], source: str) -> ScheduleFile:
         read = _File.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        where = shortened(".".join(map(str, first["loc"])) or "the file", MOST_QUOTED_CHARACTERS)
         raise ScheduleSyntaxError(f"{source}: {where}: {first['msg'].lower()}") from error
     if (read.format, read.version) != (FORMAT, VERSION):
         raise ScheduleSyntaxError(
-            f"{source} is {read.format!r} version {read.version}, but {FORMAT!r} version {VERSION} is read"
+            f"{source} is {quoted(read.format)} version {quoted(read.version)}, "
+            f"but {FORMAT!r} version {VERSION} is read"
         )
+    _require_complete(read, source)
     problem = read.problem.build()
     schedules = []
     for phase in read.phases:
-        if phase.pass_ not in PASSES:
-            raise ScheduleSyntaxError(f"{source}: unknown pass {phase.pass_!r}{nearest(phase.pass_, PASSES)}")
         programs = [parse_program(lines) for lines in phase.programs]
         schedules.append(
             written_schedule(read.name, problem, PASSES[phase.pass_], programs, read.options.build())
@@ -146,14 +164,30 @@ def from_json(data: Mapping[str, Any], source: str) -> ScheduleFile:
     return ScheduleFile(read.name, problem, tuple(schedules))
 
 
+def _require_complete(read: _File, source: str) -> None:
+    """What has to be right before tables are made: numbers of ranks and names of passes."""
+    cp_size = read.problem.cp_size
+    if len(read.problem.domain_of) != cp_size:
+        raise ScheduleSyntaxError(
+            f"{source}: problem.domain_of is for {len(read.problem.domain_of)} ranks, but cp_size is {cp_size}"
+        )
+    for phase in read.phases:
+        if phase.pass_ not in PASSES:
+            raise ScheduleSyntaxError(
+                f"{source}: unknown pass {quoted(phase.pass_)}{nearest(phase.pass_, PASSES)}"
+            )
+        if len(phase.programs) != cp_size:
+            raise ScheduleFault(f"{source}: {len(phase.programs)} programs for {cp_size} ranks")
+
+
 def load_schedule(path: Path) -> ScheduleFile:
-    """Reads a file of the JSON form. Raises `ScheduleSyntaxError` when there is none or it is not JSON."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScheduleSyntaxError(f"cannot read schedule {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ScheduleSyntaxError(f"schedule {path} is not JSON: {error}") from error
+    """Reads a file of the JSON form, or standard input for `-`.
+
+    Raises `ScheduleSyntaxError` when there is none or it is not JSON, or too large.
+    """
+    source = "standard input" if str(path) == STANDARD_INPUT else path_text(path)
+    name = f"schedule {source}"
+    data = parse_json(read_text(path, name, MOST_JSON_BYTES, ScheduleSyntaxError), name, ScheduleSyntaxError)
     if not isinstance(data, dict):
-        raise ScheduleSyntaxError(f"schedule {path} is not a JSON object but {type(data).__name__}")
-    return from_json(data, str(path))
+        raise ScheduleSyntaxError(f"{name} is not a JSON object but {type(data).__name__}")
+    return from_json(data, source)

@@ -14,8 +14,11 @@ attend without a mask word is of full blocks; `causal` is the lower triangle of 
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
-from charm_megatron.errors import ScheduleSyntaxError, nearest
+from charm_megatron.errors import ScheduleSyntaxError, nearest, quoted, shortened
+from charm_megatron.limits import MOST_CHUNKS, MOST_COPIES, MOST_HEADS, MOST_RANKS, MOST_STEPS, MOST_TOKENS
+from charm_megatron.reading import whole_number
 from charm_megatron.schedule.actions import (
     Accumulate,
     Action,
@@ -33,11 +36,17 @@ from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import Band
 
 _NAME = re.compile(
-    r"(?P<payload>[a-z]+)(?P<chunk>\d+)(?:\.(?P<head>\d+))?(?:~(?P<copy>\d+))?(?:<(?P<src>\d+))?"
+    r"(?P<payload>[a-z]+)(?P<chunk>[0-9]+)(?:\.(?P<head>[0-9]+))?(?:~(?P<copy>[0-9]+))?(?:<(?P<src>[0-9]+))?"
 )
-_BAND = re.compile(r"(-?\d+):(-?\d+)")
-_KEY = re.compile(r"(\d+)\.(\d+)")
+_BAND = re.compile(r"(-?)([0-9]+):(-?)([0-9]+)")
+_KEY = re.compile(r"([0-9]+)\.([0-9]+)")
+_DIGITS = re.compile("[0-9]+")
 _WORDS = ("post", "wait", "attend", "accumulate", "free")
+
+
+NAMES_REMEMBERED = 2**15
+MOST_EXCERPT_CHARACTERS = 300
+"""Of one action in an excerpt."""
 
 
 def parse_action(text: str) -> Action:
@@ -53,10 +62,12 @@ def parse_action(text: str) -> Action:
             return _parse_attend(words, text)
         case "accumulate" | "free":
             if len(words) != 1:
-                raise ScheduleSyntaxError(f"{text.strip()!r}: {word} takes one piece, but has {len(words)}")
+                raise ScheduleSyntaxError(
+                    f"{quoted(text.strip())}: {word} takes one piece, but has {len(words)}"
+                )
             name = _parse_name(words[0], text)
             return Accumulate(name) if word == "accumulate" else Free(name)
-    raise ScheduleSyntaxError(f"{text.strip()!r}: unknown action {word!r}{nearest(word, _WORDS)}")
+    raise ScheduleSyntaxError(f"{quoted(text.strip())}: unknown action {quoted(word)}{nearest(word, _WORDS)}")
 
 
 def parse_program(lines: Iterable[str]) -> Program:
@@ -68,19 +79,40 @@ def parse_program(lines: Iterable[str]) -> Program:
 def _parse_key(text: str, line: str) -> Key:
     match = _KEY.fullmatch(text)
     if not match:
-        raise ScheduleSyntaxError(f"{line.strip()!r}: {text!r} is not STEP.ORDER, such as 2.0")
-    return Key(int(match[1]), int(match[2]))
+        raise ScheduleSyntaxError(f"{quoted(line.strip())}: {quoted(text)} is not STEP.ORDER, such as 2.0")
+    return Key(_number(match[1], MOST_STEPS, "steps", line), _number(match[2], MOST_STEPS, "posts", line))
 
 
 def _parse_name(word: str, line: str) -> Piece:
+    try:
+        return _piece(word)
+    except ScheduleSyntaxError as error:
+        raise ScheduleSyntaxError(f"{quoted(line.strip())}: {error}") from error
+
+
+@lru_cache(NAMES_REMEMBERED)
+def _piece(word: str) -> Piece:
+    """The piece of a name, once for all the places where a schedule names it."""
     match = _NAME.fullmatch(word)
     if not match or match["payload"] not in PAYLOADS:
         raise ScheduleSyntaxError(
-            f"{line.strip()!r}: {word!r} is not a piece, such as q3, kv3.1 or o3<5; "
-            f"payloads are {', '.join(PAYLOADS)}"
+            f"{quoted(word)} is not a piece, such as q3, kv3.1 or o3<5; payloads are {', '.join(PAYLOADS)}"
         )
-    src = None if match["src"] is None else int(match["src"])
-    return Piece(match["payload"], int(match["chunk"]), int(match["head"] or 0), src, int(match["copy"] or 0))
+    return Piece(
+        match["payload"],
+        _number(match["chunk"], MOST_CHUNKS, "chunks"),
+        _number(match["head"] or "0", MOST_HEADS, "head groups"),
+        None if match["src"] is None else _number(match["src"], MOST_RANKS, "ranks"),
+        _number(match["copy"] or "0", MOST_COPIES, "copies"),
+    )
+
+
+def _number(digits: str, most: int, what: str, line: str = "") -> int:
+    number = whole_number(digits, most)
+    if number is None:
+        where = f"{quoted(line.strip())}: " if line else ""
+        raise ScheduleSyntaxError(f"{where}{quoted(digits)} is above {most}, the most {what} there are")
+    return number
 
 
 def _parse_attend(words: list[str], line: str) -> Attend:
@@ -93,17 +125,23 @@ def _parse_attend(words: list[str], line: str) -> Attend:
     q = tuple(name for name in names if PAYLOADS[name.payload].side == "q")
     kv = tuple(name for name in names if PAYLOADS[name.payload].side == "kv")
     if not q or not kv:
-        raise ScheduleSyntaxError(f"{line.strip()!r}: attend needs pieces of both sides, such as q3 kv1")
+        raise ScheduleSyntaxError(
+            f"{quoted(line.strip())}: attend needs pieces of both sides, such as q3 kv1"
+        )
     if band and len(q) + len(kv) > 2:
-        raise ScheduleSyntaxError(f"{line.strip()!r}: a band is of one block, such as q3 kv1 band 0:7")
+        raise ScheduleSyntaxError(f"{quoted(line.strip())}: a band is of one block, such as q3 kv1 band 0:7")
     return Attend(q, kv, causal, band)
 
 
 def _parse_band(word: str, line: str) -> Band:
     match = _BAND.fullmatch(word)
     if not match:
-        raise ScheduleSyntaxError(f"{line.strip()!r}: {word!r} is not LOWEST:HIGHEST, such as 0:7")
-    return Band(int(match[1]), int(match[2]))
+        raise ScheduleSyntaxError(
+            f"{quoted(line.strip())}: {quoted(word)} is not LOWEST:HIGHEST, such as 0:7"
+        )
+    lo_sign, lo, hi_sign, hi = match.groups()
+    lowest, highest = (_number(digits, MOST_TOKENS, "tokens", line) for digits in (lo, hi))
+    return Band(-lowest if lo_sign else lowest, -highest if hi_sign else highest)
 
 
 def _parse_post(line: str) -> Post:
@@ -113,9 +151,12 @@ def _parse_post(line: str) -> Post:
     recvs: list[Message] = []
     for part in parts:
         words = part.split()
-        if len(words) < 3 or words[0] not in ("send", "recv") or not words[1].isdigit():
-            raise ScheduleSyntaxError(f"{line.strip()!r}: {part!r} is not send|recv RANK PIECE ..")
-        message = Message(int(words[1]), tuple(_parse_name(word, line) for word in words[2:]))
+        if len(words) < 3 or words[0] not in ("send", "recv") or not _DIGITS.fullmatch(words[1]):
+            raise ScheduleSyntaxError(
+                f"{quoted(line.strip())}: {quoted(part)} is not send|recv RANK PIECE .."
+            )
+        peer = _number(words[1], MOST_RANKS, "ranks", line)
+        message = Message(peer, tuple(_parse_name(word, line) for word in words[2:]))
         (sends if words[0] == "send" else recvs).append(message)
     return Post(key, tuple(sends), tuple(recvs))
 
@@ -143,5 +184,7 @@ def excerpt(program: Sequence[Action], position: int, *, around: int = 3) -> str
     first = max(0, position - around)
     lines = []
     for i, action in enumerate(program[first : position + around + 1], start=first):
-        lines.append(f"{'-->' if i == position else '   '} {i:4} {action}")
+        lines.append(
+            f"{'-->' if i == position else '   '} {i:4} {shortened(action, MOST_EXCERPT_CHARACTERS)}"
+        )
     return "\n".join(lines)

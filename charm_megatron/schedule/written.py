@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from charm_megatron.errors import ScheduleFault
+from charm_megatron.errors import MOST_QUOTED_CHARACTERS, ScheduleFault, shortened
+from charm_megatron.limits import MOST_BLOCKS
 from charm_megatron.schedule.actions import Attend, Post, Program
 from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.piece import IntArray, Piece
@@ -38,8 +39,9 @@ def written_schedule(
 
     Raises `ScheduleFault` for programs that name payload of another pass, or chunks and ranks that do not exist.
     """
+    where = shortened(name, MOST_QUOTED_CHARACTERS)
     if len(programs) != problem.cp_size:
-        raise ScheduleFault(f"{name}: {len(programs)} programs for {problem.cp_size} ranks")
+        raise ScheduleFault(f"{where}: {len(programs)} programs for {problem.cp_size} ranks")
     hops: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
     for rank, program in enumerate(programs):
@@ -49,13 +51,18 @@ def written_schedule(
                 case Post(key, sends, _):
                     step = key.step
                     hops += [
-                        (step, *_piece(name, problem, pass_, x), rank, message.peer)
+                        (step, *_piece(where, problem, pass_, x), rank, message.peer)
                         for message in sends
                         for x in message.pieces
                     ]
                 case Attend(q, kv):
                     for x in (*q, *kv):
-                        _piece(name, problem, pass_, x)
+                        _piece(where, problem, pass_, x)
+                    if len(blocks) + len(q) * len(kv) > MOST_BLOCKS:
+                        raise ScheduleFault(
+                            f"{where}: rank {rank} computes the block after the {MOST_BLOCKS:,} that are read "
+                            f"for one pass"
+                        )
                     blocks += [
                         (a.chunk, b.chunk, a.head, rank, step, b.copy)
                         for a in q

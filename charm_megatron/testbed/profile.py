@@ -14,11 +14,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from charm_megatron.config import Section, parse_section, read_mapping
-from charm_megatron.errors import ConfigError, nearest
+from charm_megatron.errors import ConfigError, nearest, quoted
+from charm_megatron.limits import MOST_RANKS
+from charm_megatron.reading import path_text
 from charm_megatron.topology.domains import Domains, even_domains
 
 MAX_DOMAINS = MAX_RANKS_PER_DOMAIN = 250
 """A domain is a byte of an address, and a rank of it another."""
+
+Rate = Annotated[int, Field(ge=100_000, le=10**12)]
+"""Bytes per second; no machine carries more than the upper bound."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,10 @@ class Profile(Section):
     name: str = Field(pattern="^[a-z0-9_]{1,32}$")
     domains: PositiveInt = Field(le=MAX_DOMAINS, description="Number of domains.")
     ranks_per_domain: PositiveInt = Field(le=MAX_RANKS_PER_DOMAIN)
-    inside_bytes_per_s: Annotated[int, Field(ge=100_000)] = Field(
+    inside_bytes_per_s: Rate = Field(
         description="Payload that a rank sends, and receives, within its domain."
     )
-    across_bytes_per_s: Annotated[int, Field(ge=100_000)] | None = Field(
+    across_bytes_per_s: Rate | None = Field(
         None, description="The same to and from other domains; absent where there is one domain."
     )
     nic: Literal["rank", "domain"] = Field(
@@ -52,6 +57,8 @@ class Profile(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(f"domains * ranks_per_domain is {self.num_ranks}, but at most {MOST_RANKS} work")
         if (self.domains > 1) != (self.across_bytes_per_s is not None):
             need = "is needed" if self.domains > 1 else "has no meaning"
             raise ValueError(f"across_bytes_per_s {need} with {self.domains} domain(s)")
@@ -129,8 +136,8 @@ def load_profile(name_or_path: str) -> Profile:
     if path.suffix not in (".yaml", ".yml"):
         if name_or_path not in shipped_profiles():
             raise ConfigError(
-                f"no test network {name_or_path!r}{nearest(name_or_path, shipped_profiles())}; "
+                f"no test network {quoted(name_or_path)}{nearest(name_or_path, shipped_profiles())}; "
                 "or the path of a YAML file"
             )
         path = Path(str(files("charm_megatron.testbed") / "profiles" / f"{name_or_path}.yaml"))
-    return parse_section(Profile, read_mapping(path, "settings"), str(path))
+    return parse_section(Profile, read_mapping(path, "settings"), path_text(path))

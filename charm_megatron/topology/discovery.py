@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from charm_megatron.errors import ScheduleDisagreement, TopologyError
+from charm_megatron.errors import ScheduleDisagreement, TopologyError, shortened
+from charm_megatron.limits import MOST_RANKS
+from charm_megatron.reading import whole_number
 from charm_megatron.topology.domains import Domains, domains_from_hosts, even_domains
 from charm_megatron.topology.places import (
     Place,
@@ -11,6 +13,9 @@ from charm_megatron.topology.places import (
     domains_from_islands,
     domains_from_numa,
 )
+
+MOST_DECLARED_CHARACTERS, MOST_PROBLEM_CHARACTERS = 50, 150
+"""In the message that says on which rank charm.domains does not work; the latter of both together."""
 
 
 def domains_from_facts(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
@@ -36,8 +41,9 @@ def domains_from_facts(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
 def _by_rule(facts: Sequence[RankFacts]) -> tuple[Domains, str]:
     declared, places = facts[0].declared, [one.place for one in facts]
     words = " ".join(map(str, places))
-    if declared.isdecimal():
-        return even_domains(len(facts), int(declared)), f"as set by charm.domains: {declared}"
+    number = whole_number(declared, MOST_RANKS)
+    if number is not None:
+        return even_domains(len(facts), number), f"as set by charm.domains: {declared}"
     match declared:
         case "hosts":
             return domains_from_hosts([place.host for place in places]), "one per host"
@@ -56,9 +62,11 @@ def _require_known(facts: Sequence[RankFacts]) -> None:
     first = min(problems)
     others = f"; also ranks {', '.join(map(str, list(problems)[1:]))}" if len(problems) > 1 else ""
     rules = ", ".join(rule for rule in ("hosts", "numa", "nvlink") if rule != facts[first].declared)
+    declared = shortened(facts[first].declared, MOST_DECLARED_CHARACTERS)
+    problem = shortened(problems[first], MOST_PROBLEM_CHARACTERS - len(declared))
     raise TopologyError(
-        f"charm.domains: {facts[first].declared} does not work on context-parallel rank {first}, on "
-        f"{facts[first].place.host}: {problems[first]}{others}; set it to {rules}, a number or a file of domains"
+        f"charm.domains: {declared} does not work on context-parallel rank {first}, on "
+        f"{facts[first].place.host}: {problem}{others}; set it to {rules}, a number or a file of domains"
     )
 
 

@@ -7,29 +7,21 @@ For two hosts behind one NVLink switch, and a host whose NUMA nodes are domains 
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from charm_megatron.errors import TopologyError
+from charm_megatron.limits import MOST_YAML_BYTES
+from charm_megatron.reading import parse_yaml, path_text, read_text
 from charm_megatron.topology.places import Groups, parse_place
 
 
 def load_groups(path: Path) -> Groups:
     """Reads the file. Raises `TopologyError` where it cannot be read, or is not of this form."""
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise TopologyError(f"file of domains {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TopologyError(f"file of domains {path} is not text in UTF-8") from error
-    return parse_groups(text, str(path))
+    name = f"file of domains {path_text(path)}"
+    return parse_groups(read_text(path, name, MOST_YAML_BYTES, TopologyError), path_text(path))
 
 
 def parse_groups(text: str, source: str) -> Groups:
     """The groups that the text of a file lists."""
-    try:
-        data: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise TopologyError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+    data: Any = parse_yaml(text, source, TopologyError)
     groups = data.get("domains") if isinstance(data, dict) and set(data) == {"domains"} else None
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) for group in groups):
         raise TopologyError(

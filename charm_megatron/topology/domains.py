@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, shortened
+from charm_megatron.limits import MOST_RANKS
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ def one_domain(cp_size: int) -> Domains:
 
 def even_domains(cp_size: int, num_domains: int) -> Domains:
     """`num_domains` domains of consecutive ranks, as launchers place them."""
+    if cp_size > MOST_RANKS:
+        raise TopologyError(
+            f"a context-parallel group has at most {MOST_RANKS} ranks, but {shortened(cp_size, 30)} are asked for"
+        )
     if num_domains < 1 or cp_size % num_domains:
         fitting = [str(m) for m in range(1, cp_size + 1) if cp_size % m == 0]
         raise TopologyError(

@@ -6,10 +6,12 @@ For checks ahead only: ranks that run find out themselves where they are.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, quoted
+from charm_megatron.limits import MOST_JOB_RANKS, MOST_LAUNCHER_CHARACTERS
+from charm_megatron.reading import whole_number
 from charm_megatron.topology.domains import Domains, domains_from_hosts
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 def ranks_of_hosts(environment: Mapping[str, str], num_ranks: int) -> tuple[int, ...] | None:
@@ -35,11 +37,20 @@ def ranks_of_hosts(environment: Mapping[str, str], num_ranks: int) -> tuple[int,
 def expand_counts(text: str) -> tuple[int, ...]:
     """Reads SLURM's numbers of tasks for each host, such as 4(x2),3 for 4, 4 and 3."""
     counts: list[int] = []
+    if len(text) > MOST_LAUNCHER_CHARACTERS:
+        raise TopologyError(
+            f"SLURM's numbers of tasks have more than {MOST_LAUNCHER_CHARACTERS:,} characters: {quoted(text)}"
+        )
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise TopologyError(f"SLURM's numbers of tasks {text!r} are not of the form 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
+            raise TopologyError(f"SLURM's numbers of tasks {quoted(text)} are not of the form 4(x2),3")
+        tasks, hosts = (whole_number(number or "1", MOST_JOB_RANKS) for number in match.groups())
+        if tasks is None or hosts is None or len(counts) + hosts > MOST_JOB_RANKS:
+            raise TopologyError(
+                f"SLURM's numbers of tasks {quoted(text)} are of more than {MOST_JOB_RANKS:,} hosts or tasks"
+            )
+        counts += [tasks] * hosts
     return tuple(counts)
 
 
@@ -61,9 +72,8 @@ def _cp_groups(num_ranks: int, cp_size: int, tp_size: int) -> Iterator[range]:
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:
-    """0 where it is not set."""
-    text = environment.get(variable, "")
-    return int(text) if text.isdecimal() else 0
+    """0 where it is not set, or no number of ranks or hosts."""
+    return whole_number(environment.get(variable, ""), MOST_JOB_RANKS) or 0
 
 
 def _is_by_block(environment: Mapping[str, str]) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, quoted
 from charm_megatron.topology.sysfs import pci_address
 
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
@@ -19,7 +19,7 @@ LINKS = ("X", "SYS", "NODE", "PHB", "PXB", "PIX")
 """The legend that nvidia-smi prints below its table; NV# stands for # bonded NVLinks."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_ADDRESS = re.compile(r"(\d+), ([0-9A-F]+):([0-9A-F]+):([0-9A-F]+)\.0", re.IGNORECASE)
+_ADDRESS = re.compile(r"([0-9]{1,4}), ([0-9A-F]{1,8}):([0-9A-F]{1,4}):([0-9A-F]{1,4})\.0", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class GpuTopology:
 def parse_topology(text: str) -> GpuTopology:
     """Reads the table of `TOPOLOGY`. Raises `TopologyError` for no table, and an unknown kind of connection."""
     lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
-    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
+    rows = [line.split() for line in lines if re.match(r"GPU[0-9]+\s", line)]
     has_header = any(re.match(r"\s+GPU0\b", line) for line in lines)
     links = tuple(tuple(row[1 : len(rows) + 1]) for row in rows)
     if not has_header or not rows or {len(row) for row in links} != {len(rows)}:
         raise TopologyError(f"`{' '.join(TOPOLOGY)}` printed no table of GPUs{_first_line(lines)}")
     for row in links:
         for link in row:
-            if link not in LINKS and not re.fullmatch(r"NV\d+", link):
+            if link not in LINKS and not re.fullmatch(r"NV[0-9]+", link):
                 raise TopologyError(
-                    f"connection {link!r} of `{' '.join(TOPOLOGY)}` is unknown; known: {', '.join(LINKS)}, NV#"
+                    f"connection {quoted(link)} of `{' '.join(TOPOLOGY)}` is unknown; known: {', '.join(LINKS)}, NV#"
                 )
     return GpuTopology(links)
 

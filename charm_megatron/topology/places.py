@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, quoted
+from charm_megatron.limits import MOST_NAME_CHARACTERS
 from charm_megatron.topology.domains import Domains, domains_from_hosts
 
-_WORD = re.compile(r"(?P<host>[^\s:]+)(?::(?P<part>\d+))?")
+_WORD = re.compile(rf"(?P<host>[^\s:]{{1,{MOST_NAME_CHARACTERS}}})(?::(?P<part>[0-9]{{1,6}}))?")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def parse_place(text: str) -> Place:
     """Reads `HOST` or `HOST:NUMA`."""
     match = _WORD.fullmatch(text)
     if match is None:
-        raise TopologyError(f"place {text!r} is not HOST or HOST:NUMA, such as node1 or node1:0")
+        raise TopologyError(f"place {quoted(text)} is not HOST or HOST:NUMA, such as node1 or node1:0")
     return Place(match["host"], None if match["part"] is None else int(match["part"]))
 
 

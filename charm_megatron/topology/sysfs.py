@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-from charm_megatron.errors import TopologyError
+from charm_megatron.errors import TopologyError, quoted
+from charm_megatron.limits import MOST_PROCESSORS
+from charm_megatron.reading import whole_number
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
@@ -12,23 +14,25 @@ def pci_address(domain: int, bus: int, device: int) -> str:
 
 def numa_node(text: str) -> int | None:
     """The content of a device's file numa_node; None for -1, where the machine does not say."""
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise TopologyError(f"numa_node {text!r} is not a number") from error
-    return None if number < 0 else number
+    if text.strip() == "-1":
+        return None
+    number = whole_number(text.strip(), MOST_PROCESSORS)
+    if number is None:
+        raise TopologyError(f"numa_node {quoted(text)} is not a number")
+    return number
 
 
 def cpu_list(text: str) -> frozenset[int]:
     """Reads Linux's lists of processors, such as 0-3,8."""
     processors: set[int] = set()
     for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        start, _, end = part.partition("-")
+        first, last = (whole_number(number, MOST_PROCESSORS) for number in (start, end or start))
+        if first is None or last is None:
             raise TopologyError(
-                f"list of processors {text.strip()!r} is not numbers and ranges, such as 0-3,8"
+                f"list of processors {quoted(text.strip())} is not numbers and ranges, such as 0-3,8"
             )
-        processors.update(range(int(first), int(last or first) + 1))
+        processors.update(range(first, last + 1))
     return frozenset(processors)
 
 

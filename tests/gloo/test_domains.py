@@ -99,12 +99,9 @@ def test_one_rank_that_lacks_the_file_ends_all(tmp_path: Path) -> None:
         f"rank 0: {path} [a] [b]; rank 1: {absent}"
     )
     line = first_line(absent, stages)
-    assert line.startswith(
-        f"TopologyError: charm.domains: {absent} does not work on context-parallel rank 0, on a: "
-    )
-    assert (
-        "cannot be read: No such file or directory; also ranks 1; set it to hosts, numa, nvlink, a nu" in line
-    )
+    assert line.startswith("TopologyError: charm.domains: ")
+    assert "absent.yaml does not work on context-parallel rank 0, on a: cannot read file of domains" in line
+    assert "No such file or directory; also ranks 1; set it to hosts, numa, nvlink, a nu" in line
 
 
 def test_ranks_with_different_settings_do_not_hang() -> None:

@@ -67,7 +67,7 @@ def changed(**changes):
         ({"problem__mask": "casual"}, "did you mean 'causal'"),
         ({"problem__seq_len": 7}, "must be a multiple of 2"),
         ({"problem__cp_size": 0}, "greater than or equal to 1"),
-        ({"problem__domain_of": [0]}, "the layout is for 2 ranks, the domains have 1"),
+        ({"problem__domain_of": [0]}, "domain_of is for 1 ranks, but cp_size is 2"),
         ({"phases__0__pass": "forwards"}, "did you mean 'forward'"),
         ({"phases__0__programs": [["post 0.0"]]}, "1 programs for 2 ranks"),
         ({"phases__0__programs": [["jump"], []]}, "unknown action 'jump'"),

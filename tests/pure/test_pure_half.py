@@ -9,6 +9,8 @@ import pytest
 PURE_ROOMS = (
     *(
         "errors",
+        "limits",
+        "reading",
         "files",
         "units",
         "log",

@@ -3,7 +3,7 @@
 import pytest
 
 from charm_megatron.errors import PlanError, TopologyError, WorkloadError
-from charm_megatron.sharding import make_sharding
+from charm_megatron.sharding import make_sharding, refine
 from charm_megatron.topology import domains_from_hosts, even_domains, one_domain
 
 pytestmark = pytest.mark.pure
@@ -36,6 +36,19 @@ def test_every_token_has_exactly_one_home_and_no_chunk_spans_two_documents(layou
     for chunk in sharding.chunks:
         assert starts[chunk.document] <= chunk.tokens[0]
         assert chunk.tokens[-1] < starts[chunk.document + 1]
+
+
+def test_runs_tell_shards_apart_as_their_tokens_do():
+    shardings = [
+        refine(make_sharding(layout, size, length, documents), parts)
+        for layout in ("zigzag", "contiguous", "striped", "document_zigzag")
+        for size in (1, 2, 4)
+        for length, documents in ((8, ()), (16, ()), (16, (8, 8)))
+        for parts in (1, 2, 3, 100)
+    ]
+    for one in shardings:
+        for other in shardings:
+            assert (one.runs_by_rank == other.runs_by_rank) == (one.tokens_by_rank == other.tokens_by_rank)
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_the_multiple():

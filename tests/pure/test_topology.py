@@ -205,7 +205,7 @@ def test_another_file_is_none_of_domains(text: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(TopologyError, match=r"absent\.yaml cannot be read: No such file"):
+    with pytest.raises(TopologyError, match=r"cannot read file of domains .*absent\.yaml: No such file"):
         load_groups(tmp_path / "absent.yaml")
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from charm_megatron.cli import options
-from charm_megatron.cli.options import ATTENTION, MEASUREMENT, at_least, option
+from charm_megatron.cli.options import ATTENTION, MEASUREMENT, between, option
+from charm_megatron.limits import MOST_REPETITIONS, MOST_TOKENS
 from charm_megatron.schedule.passes import DIRECTIONS
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ WORDS = ("network", "schedule")
 
 
 def ablation_command(
-    tokens_per_rank: Annotated[int, option("Tokens of each rank.", ATTENTION, callback=at_least(1))] = 256,
+    tokens_per_rank: Annotated[
+        int, option("Tokens of each rank.", ATTENTION, callback=between(1, MOST_TOKENS))
+    ] = 256,
     repetitions: Annotated[
-        int, option("Timed repetitions, interleaved.", MEASUREMENT, callback=at_least(1))
+        int, option("Timed repetitions, interleaved.", MEASUREMENT, callback=between(1, MOST_REPETITIONS))
     ] = 3,
     json_file: options.JsonRows = None,
 ) -> None:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from charm_megatron.cli import options
-from charm_megatron.cli.options import ATTENTION, GROUP, MEASUREMENT, SCHEDULE, at_least, option
+from charm_megatron.cli.options import ATTENTION, GROUP, MEASUREMENT, SCHEDULE, between, option
 from charm_megatron.errors import ConfigError
+from charm_megatron.limits import MOST_HEADS, MOST_RANKS, MOST_REPETITIONS, MOST_TOKENS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
 
 def numerics_command(
     schedules: Annotated[str, option(f"{options.SCHEDULES_HELP}.", SCHEDULE)] = "ring,charm",
-    nodes: Annotated[int, option("Domains that the ranks fall into.", GROUP, callback=at_least(1))] = 2,
-    ranks_per_node: Annotated[int, option("Ranks of each domain.", GROUP, callback=at_least(1))] = 4,
+    nodes: Annotated[
+        int, option("Domains that the ranks fall into.", GROUP, callback=between(1, MOST_RANKS))
+    ] = 2,
+    ranks_per_node: Annotated[
+        int, option("Ranks of each domain.", GROUP, callback=between(1, MOST_RANKS))
+    ] = 4,
     mask: Annotated[str, option("causal or none.", ATTENTION)] = "none",
-    tokens: Annotated[int, option("Tokens of the whole sequence.", ATTENTION, callback=at_least(1))] = 1024,
-    heads: Annotated[int, option("Heads.", ATTENTION, callback=at_least(1))] = 2,
+    tokens: Annotated[
+        int, option("Tokens of the whole sequence.", ATTENTION, callback=between(1, MOST_TOKENS))
+    ] = 1024,
+    heads: Annotated[int, option("Heads.", ATTENTION, callback=between(1, MOST_HEADS))] = 2,
     head_dim: options.HeadDim = 128,
     dtype: options.Dtype = "bfloat16",
-    draws: Annotated[int, option("Draws of random tensors.", MEASUREMENT, callback=at_least(1))] = 100,
+    draws: Annotated[
+        int, option("Draws of random tensors.", MEASUREMENT, callback=between(1, MOST_REPETITIONS))
+    ] = 100,
     json_file: options.JsonRows = None,
 ) -> None:
     """Subtract unsharded attention from what the ranks compute, as the CHARM+ paper's Table 8; on loopback."""
@@ -43,6 +52,7 @@ def numerics_command(
     workload = Workload(1, tokens, heads, heads, head_dim, head_dim, dtype, seen)
     layout = "zigzag" if seen == CAUSAL else "contiguous"
     cluster = Cluster(nodes, ranks_per_node)
+    cluster.require_fits(workload)
     case = NumericsCase(workload, variants_of(options.listed(schedules)), draws, layout)
     console = wide_console()
     with console.status("starting ranks") as status:

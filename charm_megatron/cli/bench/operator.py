@@ -15,11 +15,12 @@ from charm_megatron.cli.options import (
     MEASUREMENT,
     OUTPUT,
     SCHEDULE,
-    at_least,
+    between,
     one_of,
     option,
 )
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
+from charm_megatron.limits import MOST_RANKS, MOST_REPETITIONS, MOST_TOKENS
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 if TYPE_CHECKING:
@@ -50,18 +51,24 @@ def operator_command(
     ] = None,
     nodes: Annotated[
         int | None,
-        option("On loopback: domains of the ranks.", GROUP, callback=at_least(1), show_default="2"),
+        option(
+            "On loopback: domains of the ranks.", GROUP, callback=between(1, MOST_RANKS), show_default="2"
+        ),
     ] = None,
     ranks_per_node: Annotated[
         int | None,
-        option("On loopback: ranks of each domain.", GROUP, callback=at_least(1), show_default="2"),
+        option(
+            "On loopback: ranks of each domain.", GROUP, callback=between(1, MOST_RANKS), show_default="2"
+        ),
     ] = None,
     mask: Annotated[str, option(options.MASK_HELP, ATTENTION)] = "none",
     layout: Annotated[
         str | None,
         option(options.LAYOUT_HELP, ATTENTION, show_default="zigzag for causal, else contiguous"),
     ] = None,
-    tokens_per_rank: Annotated[int, option("Tokens of each rank.", ATTENTION, callback=at_least(1))] = 256,
+    tokens_per_rank: Annotated[
+        int, option("Tokens of each rank.", ATTENTION, callback=between(1, MOST_TOKENS))
+    ] = 256,
     heads: options.Heads = 8,
     kv_heads: options.KvHeads = None,
     head_dim: options.HeadDim = 64,
@@ -91,9 +98,11 @@ def operator_command(
         ),
     ] = None,
     repetitions: Annotated[
-        int, option("Timed repetitions, interleaved.", MEASUREMENT, callback=at_least(1))
+        int, option("Timed repetitions, interleaved.", MEASUREMENT, callback=between(1, MOST_REPETITIONS))
     ] = 5,
-    warm_up: Annotated[int, option("Repetitions before them.", MEASUREMENT, callback=at_least(0))] = 1,
+    warm_up: Annotated[
+        int, option("Repetitions before them.", MEASUREMENT, callback=between(0, MOST_REPETITIONS))
+    ] = 1,
     json_file: options.JsonRows = None,
     csv_file: Annotated[Path | None, option("Write rows as CSV.", OUTPUT, "--csv", metavar="FILE")] = None,
     picture: Annotated[
@@ -146,6 +155,7 @@ def operator_command(
             peers=tuple(PEERS) if peers == "all" else options.listed(peers),
             passes=_passes(passes),
         )
+        runner.cluster.require_fits(case.workload)
         grouped = "MHA" if kv_heads in (None, heads) else f"GQA {heads}:{kv_heads}"
         made = (Race(f"{grouped}, mask {seen}", runner.profile, case, _ratios(compute, ccr)),)
     results = runner.run(made, after_each=lambda results: _write(results, json_file, csv_file, picture))

@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from charm_megatron.cli import options
-from charm_megatron.errors import ConfigError
+from charm_megatron.errors import ConfigError, quoted
+from charm_megatron.limits import MOST_RANKS
 
 
 def planning_command(
@@ -18,14 +19,19 @@ def planning_command(
     from rich.console import Console
 
     from charm_megatron.bench.planning import measure_planning
+    from charm_megatron.reading import whole_number
 
-    if not all(size.isdigit() and int(size) for size in options.listed(sizes)) or not options.listed(sizes):
-        raise ConfigError(f"--sizes {sizes!r} is not a list of numbers, such as 16,128")
+    numbers = [whole_number(size, MOST_RANKS) for size in options.listed(sizes)]
+    counts = [number for number in numbers if number]
+    if not counts or len(counts) < len(numbers):
+        raise ConfigError(
+            f"--sizes {quoted(sizes)} is not a list of numbers from 1 to {MOST_RANKS}, such as 16,128"
+        )
     console = Console()
     console.print(
         f"{'schedule':<22}{'ranks':>6}{'hops':>10}{'plan':>10}{'program':>10}{'tables':>10}{'programs':>10}"
     )
-    for row in measure_planning(options.listed(schedules), [int(size) for size in options.listed(sizes)]):
+    for row in measure_planning(options.listed(schedules), counts):
         whole = "-" if row.check_s is None else f"{row.check_s:.2f} s"
         console.print(
             f"{row.schedule:<22}{row.cp_size:>6}{row.num_hops:>10,}{row.plan_s:>8.2f} s{row.program_s:>8.2f} s"
