@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from tests.checkpoints import save_checkpoint
 from tests.megatron.small_run import BASE
 
 pytestmark = pytest.mark.megatron
@@ -65,8 +66,7 @@ def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:
 
 def test_a_run_that_is_done_is_not_resumed(config: Path) -> None:
     checkpoints = config.parent / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("20")
+    save_checkpoint(checkpoints, 20)
     arguments = ["pretrain", str(config), "--out", str(checkpoints.parent), "--resume"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
