@@ -29,6 +29,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"megatron: {message}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """argparse's own lets through what a type raises besides its two errors: `KeyError`, of an enumeration."""
+        try:
+            return super()._get_value(action, arg_string)
+        except KeyError as error:
+            known = ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices or ())
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {arg_string!r} (choose from {known})"
+            ) from error
+
 
 def megatron_parser() -> argparse.ArgumentParser:
     """Megatron's own parser of its flags; what it refuses raises `ConfigError`."""

@@ -17,6 +17,7 @@ from charm_megatron.topology.from_launcher import domains_of_cp_groups
 from charm_megatron.train.arguments import as_yaml, effective_flags, megatron_parser, to_argv, validate
 from charm_megatron.train.data import VOCABULARY_SIZE, TextFolder, check_dataset
 from charm_megatron.train.flags import RESUME
+from charm_megatron.train.refusals import check_numbers, check_split, check_together
 from charm_megatron.train.run_folder import RunFolder
 from charm_megatron.workload import Workload
 
@@ -78,6 +79,8 @@ def check_job(
     flags = effective_flags(config.megatron, cuda)
     written = parser.parse_args(to_argv(flags, parser))
     _check_layout(config, written)
+    check_split(written.split)
+    check_together(written, cuda)
     argv = to_argv({**flags, **_run_flags(folder, written, resume)}, parser)
     assumed = transformer_engine_assumed() if cuda and not torch.cuda.is_available() else nullcontext()
     with stand_in_for_cuda(), assumed:
@@ -93,6 +96,11 @@ def check_job(
     if resume:
         _check_same_model(folder, args, parser, cuda)
     iters = args.train_iters or args.train_samples // args.global_batch_size
+    if not iters:
+        raise ConfigError(
+            f"megatron.train_samples {args.train_samples} is less than one iteration, which takes "
+            f"{args.global_batch_size}"
+        )
     return JobFacts(tuple(argv), iters, cp_size, workload, known[0] if known else None, _warnings(args))
 
 
@@ -192,10 +200,11 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "mic
 def _check_layout(config: RunConfig, args: Any) -> None:
     """Ranks, domains and sequence must fit together. `args` is Megatron's namespace, not yet validated."""
     missing = [name for name in NEEDED if getattr(args, name) is None]
-    if not args.train_iters and not args.train_samples:
+    if args.train_iters is None and args.train_samples is None:
         missing.append("train_iters")
     if missing:
         raise ConfigError(f"megatron.{missing[0]} is missing")
+    check_numbers(args)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp = args.context_parallel_size
     if min(tp, pp, cp) < 1:

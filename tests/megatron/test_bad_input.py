@@ -7,6 +7,8 @@ import yaml
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from charm_megatron.config import parse_run_config
+from charm_megatron.train.launch import set_cuda_connections
 from tests.checkpoints import save_checkpoint
 from tests.megatron.small_run import BASE
 
@@ -30,6 +32,18 @@ CASES = {
     "megatron.save=/somewhere": "megatron.save must be left out",
     "megatron.num_attention_heads=5": "args.hidden_size % args.num_attention_heads == 0 does not hold",
     "megatron.global_batch_size=0": "Megatron refuses these flags",
+    "megatron.train_iters=-5": "megatron.train_iters must be at least 1, but is -5",
+    "megatron.train_iters=0": "megatron.train_iters must be at least 1, but is 0",
+    "megatron.train_iters=10000000000000000000000": "megatron.train_iters must be at most 1,000,000,000",
+    "megatron.eval_interval=0": "megatron.eval_interval must be at least 1",
+    "megatron.split=a,b,c": "such as 90,5,5, but is 'a,b,c'",
+    "megatron.split=0,1,1": "such as 90,5,5, but is '0,1,1'",
+    "megatron.attention_backend=flash2": "invalid choice: 'flash2' (choose from flash, fused, unfused, local, auto)",
+    "megatron.attention_backend=local": "takes the place of the attention itself; leave it out",
+    "megatron.experimental_attention_variant=gated_delta_net": "needs Transformer Engine",
+    "megatron.use_megatron_fsdp=true": "megatron.use_megatron_fsdp needs CUDA; leave it out",
+    "megatron.sequence_parallel=true": "megatron.sequence_parallel needs CUDA; leave it out",
+    "charm.kernel=fast": "unknown kernel 'fast'",
 }
 
 
@@ -50,6 +64,25 @@ def test_flags_that_do_not_fit_are_one_sentence(config: Path, setting: str) -> N
     assert result.stderr.count("\n") == 1
     assert CASES[setting] in result.stderr
     assert not out.parent.exists()
+
+
+def test_a_mapping_that_megatron_cannot_make_is_said_ahead(config: Path) -> None:
+    settings = ("use_tp_pp_dp_mapping=true", "pipeline_model_parallel_size=2", "context_parallel_size=2")
+    words = [word for setting in settings for word in ("--set", f"megatron.{setting}")]
+    result = CliRunner().invoke(app, ["pretrain", str(config), "--out", str(config.parent / "run"), *words])
+    assert result.exit_code == 2
+    assert (
+        "use_tp_pp_dp_mapping with 2 pipeline stages needs tensor x context parallel size, 2,"
+        in result.stderr
+    )
+
+
+def test_sharded_parameters_keep_all_queues_of_a_device() -> None:
+    environment: dict[str, str] = {}
+    set_cuda_connections(parse_run_config({"megatron": {"use-megatron-fsdp": True}}, "test"), environment)
+    assert environment == {}
+    set_cuda_connections(parse_run_config({}, "test"), environment)
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:
