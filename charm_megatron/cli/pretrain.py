@@ -56,7 +56,7 @@ def pretrain_command(
         try:
             summary = run_pretrain(run_config, path, resume, TerminalView(console), trust_folder)
         except KeyboardInterrupt as error:
-            typer.echo(f"interrupted; {RunFolder(path).standing()}", err=True)
+            typer.echo(f"interrupted; {RunFolder(path.absolute()).standing()}", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from error
     if summary is not None:
         print_summary(console, summary)

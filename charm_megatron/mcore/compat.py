@@ -8,6 +8,7 @@ CPUs, up to its kernels. Of 2.17.1 the parameters that Megatron passes were comp
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
@@ -84,6 +85,12 @@ def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
 
 
+def training_arguments() -> Any:
+    """Megatron's namespace of arguments; None where `megatron.training` is not in use."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
+
+
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 TE_INSTALL_HINT = (
     f"pip install 'transformer-engine[pytorch]<{_dotted(FIRST_UNKNOWN_TE)}' installs one that works"
@@ -144,8 +151,8 @@ def wheel_repairs() -> Iterator[None]:
 
     The distributed optimizer cannot be loaded with torch's Adam, which is used where neither Transformer Engine nor
     Apex is installed: before its first step that Adam has no state, while Megatron asserts one; parameters of
-    float32 are written to as views of leaves that record gradients; and all parameters get one and the same counter of
-    steps, which each of them would then raise.
+    float32 are written to as views of leaves that record gradients; and the counters of steps that the checkpoint
+    holds are replaced by those from before it was loaded.
     """
     module, _ = resolve(COMPILE_HELPERS)
     has_makefile = (Path(module.__file__).parent / "Makefile").exists()
@@ -188,11 +195,15 @@ def _with_steps_of_their_own(load_state_dict: Callable[[Any, Any], Any]) -> Call
     def loaded(self: Any, state_dict: Any) -> Any:
         import torch
 
+        groups = state_dict.get("optimizer", {}).get("param_groups", [])
+        steps = {group["step"] for group in groups if group.get("step") is not None}
         with torch.no_grad():
             result = load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state and hasattr(state["step"], "clone"):
-                state["step"] = state["step"].clone()
+        if len(steps) == 1:
+            (step,) = steps
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.tensor(float(step))
         return result
 
     return loaded

@@ -68,7 +68,7 @@ def check_job(
     import torch
 
     from charm_megatron.kernels import require_kernel_name
-    from charm_megatron.mcore.limits import Layer, check_supported
+    from charm_megatron.mcore.limits import Layer, check_supported, loss_notices
     from charm_megatron.train.device import stand_in_for_cuda, transformer_engine_assumed
     from charm_megatron.train.job import attention_workload
 
@@ -101,7 +101,8 @@ def check_job(
             f"megatron.train_samples {args.train_samples} is less than one iteration, which takes "
             f"{args.global_batch_size}"
         )
-    return JobFacts(tuple(argv), iters, cp_size, workload, known[0] if known else None, _warnings(args))
+    warnings = loss_notices(transformer, args) if cp_size > 1 else ()
+    return JobFacts(tuple(argv), iters, cp_size, workload, known[0] if known else None, warnings)
 
 
 MODEL_FLAGS = (
@@ -155,17 +156,6 @@ def _check_same_model(folder: RunFolder, args: Any, parser: Any, cuda: bool) -> 
                 f"megatron.{name} is {as_yaml(now)}, but {folder.path} was started with {as_yaml(then)} and its "
                 f"checkpoint holds that model; set it back, or start a new run"
             )
-
-
-def _warnings(args: Any) -> tuple[str, ...]:
-    """`args` are validated."""
-    if args.context_parallel_size > 1 and args.eod_mask_loss and not args.calculate_per_token_loss:
-        return (
-            "the loss mask differs between context-parallel ranks (eod_mask_loss), and Megatron divides by each rank's "
-            "own count of tokens: gradients differ from those of one rank; megatron.calculate_per_token_loss: true "
-            "makes them equal",
-        )
-    return ()
 
 
 def require_more_to_do(folder: RunFolder, done: int, facts: JobFacts) -> None:

@@ -62,7 +62,7 @@ def run_pretrain(config: RunConfig, path: Path, resume: bool, view: View, truste
     facts: JobFacts = call_in_server(check_job, config, folder, resume, on_this_host)
     require_more_to_do(folder, done, facts)
     for warning in facts.warnings:
-        view.notice(f"warning: {warning}")
+        view.notice(warning)
     with _made(folder, config, resume):
         view.stage(f"starting {config.launch.ranks} ranks, building model and dataset")
         for sentence in folder.rewind(done) if resume else ():

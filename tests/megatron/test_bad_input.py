@@ -1,5 +1,6 @@
 """What Megatron's flags cannot do is one sentence, before anything is made."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import yaml
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
-from charm_megatron.config import parse_run_config
+from charm_megatron.config import load_run_config, parse_run_config
 from charm_megatron.train.launch import set_cuda_connections
+from charm_megatron.train.run_folder import RunFolder
 from tests.checkpoints import save_checkpoint
 from tests.megatron.small_run import BASE
 
@@ -104,3 +106,43 @@ def test_a_run_that_is_done_is_not_resumed(config: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "is already at iteration 20" in result.stderr
+
+
+def test_another_model_is_not_loaded_from_a_checkpoint(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    save_checkpoint(out / "checkpoints", 4)
+    arguments = ["pretrain", str(config), "--out", str(out), "--resume"]
+    for setting, sentence in (
+        ("num_layers=4", "megatron.num_layers is 4, but "),
+        ("num_attention_heads=8", "megatron.num_attention_heads is 8, but "),
+        ("swiglu=true", "megatron.ffn_hidden_size is "),
+    ):
+        result = CliRunner().invoke(app, [*arguments, "--set", f"megatron.{setting}"])
+        assert result.exit_code == 2
+        assert sentence in result.stderr
+        assert "set it back, or start a new run" in result.stderr
+    assert load_run_config(out / "config.yaml") == load_run_config(config)
+
+
+def test_a_torn_checkpoint_is_refused_before_megatron_is_imported(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    for iteration in (4, 6):
+        save_checkpoint(out / "checkpoints", iteration)
+    (out / "checkpoints" / "iter_0000006" / "__0_0.distcp").unlink()
+    start_s = time.monotonic()
+    result = CliRunner().invoke(app, ["pretrain", str(config), "--out", str(out), "--resume"])
+    assert time.monotonic() - start_s < 2.0
+    assert result.exit_code == 2
+    assert "__0_0.distcp is missing; iteration 4 is whole: `echo 4 > " in result.stderr
+
+
+def test_a_folder_that_others_may_write_to_is_resumed_only_when_told(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    save_checkpoint(out / "checkpoints", 20).chmod(0o777)
+    arguments = ["pretrain", str(config), "--out", str(out), "--resume"]
+    refused = CliRunner().invoke(app, arguments)
+    assert "iter_0000020 can be written by everybody" in refused.stderr
+    assert "is already at iteration 20" in CliRunner().invoke(app, [*arguments, "--trust-folder"]).stderr
