@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.log import Log
-from charm_megatron.mcore.limits import Layer, mask_of
+from charm_megatron.mcore.compat import training_arguments
+from charm_megatron.mcore.limits import Layer, loss_notices, mask_of
 from charm_megatron.workload import Mask, Workload
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class SplitAttention:
 
         if self.schedule_name is None:
             self._describe(query, value, group, mask)
+            self.notices.once("loss", lambda: loss_notices(layer.config, training_arguments()))
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
 
     def _describe(self, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask) -> None:

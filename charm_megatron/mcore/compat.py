@@ -6,16 +6,18 @@ Transformer Engine 2.9 is the oldest that megatron-core 0.16.1 accepts. 2.20.2 w
 CPUs, up to its kernels. Of 2.17.1 the parameters that Megatron passes were compared; of the others nothing was tried.
 """
 
+import functools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from charm_megatron.errors import InvalidInput
-from charm_megatron.mcore.monkeypatch import resolve, swapped
+from charm_megatron.mcore.monkeypatch import resolve, swapped, wrapped
 
 Release = tuple[int, ...]
 
@@ -83,6 +85,12 @@ def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
 
 
+def training_arguments() -> Any:
+    """Megatron's namespace of arguments; None where `megatron.training` is not in use."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
+
+
 TE_EXTENSION = "megatron.core.extensions.transformer_engine"
 TE_INSTALL_HINT = (
     f"pip install 'transformer-engine[pytorch]<{_dotted(FIRST_UNKNOWN_TE)}' installs one that works"
@@ -129,20 +137,73 @@ def _broken_te(problem: object) -> str:
 
 
 COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"
+DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+OPTIMIZER_STATE = f"{DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.state_dict"
+OPTIMIZER_LOAD = f"{DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.load_state_dict"
 
 
 @contextmanager
 def wheel_repairs() -> Iterator[None]:
-    """Lets `megatron.training` of the wheel start, on every device.
+    """Lets `megatron.training` of the wheel start, and runs of it be resumed, on every device.
 
     `initialize_megatron` runs `make` in the folder of the dataset helpers and exits where that fails. The
     wheel ships the helpers compiled, but no Makefile. A checkout with a Makefile is left alone.
+
+    The distributed optimizer cannot be loaded with torch's Adam, which is used where neither Transformer Engine nor
+    Apex is installed: before its first step that Adam has no state, while Megatron asserts one; parameters of
+    float32 are written to as views of leaves that record gradients; and the counters of steps that the checkpoint
+    holds are replaced by those from before it was loaded.
     """
     module, _ = resolve(COMPILE_HELPERS)
     has_makefile = (Path(module.__file__).parent / "Makefile").exists()
-    with nullcontext() if has_makefile else swapped(COMPILE_HELPERS, _helpers_are_compiled):
+    optimizer_module, _ = resolve(f"{DISTRIBUTED_OPTIMIZER}:HAVE_APEX_OR_TE")
+    with ExitStack() as stack:
+        if not has_makefile:
+            stack.enter_context(swapped(COMPILE_HELPERS, _helpers_are_compiled))
+        if not optimizer_module.HAVE_APEX_OR_TE:
+            stack.enter_context(wrapped(OPTIMIZER_STATE, _with_a_first_step))
+            stack.enter_context(wrapped(OPTIMIZER_LOAD, _with_steps_of_their_own))
         yield
 
 
 def _helpers_are_compiled() -> None:
     import megatron.core.datasets.helpers_cpp  # noqa: F401  # ImportError where they are not
+
+
+def _with_a_first_step(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Shows an optimizer that has no state yet as one whose step is 0; what is loaded next replaces it."""
+
+    @functools.wraps(state_dict)
+    def complete(self: Any) -> Any:
+        inner = self.optimizer
+        if getattr(inner, "state", None) or not hasattr(inner, "state"):
+            return state_dict(self)
+        import torch
+
+        shown = {**inner.state_dict(), "state": {0: {"step": torch.tensor(0.0)}}}
+        inner.state_dict = lambda: shown
+        try:
+            return state_dict(self)
+        finally:
+            del inner.state_dict
+
+    return complete
+
+
+def _with_steps_of_their_own(load_state_dict: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(load_state_dict)
+    def loaded(self: Any, state_dict: Any) -> Any:
+        import torch
+
+        groups = state_dict.get("optimizer", {}).get("param_groups", [])
+        steps = {group["step"] for group in groups if group.get("step") is not None}
+        with torch.no_grad():
+            result = load_state_dict(self, state_dict)
+        if len(steps) == 1:
+            (step,) = steps
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.tensor(float(step))
+        return result
+
+    return loaded

@@ -115,6 +115,21 @@ def call_limit(
     return next((limit for limit, is_present in found.items() if is_present), None)
 
 
+def loss_notices(config: Any, args: Any) -> tuple[str, ...]:
+    """What to say where the loss counts other numbers of tokens on each rank of a group, and Megatron divides by them.
+
+    `config` is the model's; `args` Megatron's arguments, or None: then nothing is known of the data.
+    """
+    reasons = [name for name in ("sft", "eod_mask_loss") if getattr(args, name, False)]
+    if not reasons or config.calculate_per_token_loss:
+        return ()
+    return (
+        f"warning: the loss mask differs between context-parallel ranks ({reasons[0]}), and Megatron divides by each "
+        f"rank's own count of tokens: gradients differ from those of one rank; --calculate-per-token-loss makes them "
+        f"equal",
+    )
+
+
 def mask_of(layer: Layer, attn_mask_type: Any) -> Mask:
     """The mask of a call that has no `call_limit`."""
     left, right = layer.window or (-1, -1)

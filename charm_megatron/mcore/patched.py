@@ -6,7 +6,6 @@ not in use; FILE has the keys of section `charm`.
 
 import functools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from charm_megatron.config import CharmConfig, load_charm_config
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.attention import core_attention_class
 from charm_megatron.mcore.bridge import Notices, SplitAttention
-from charm_megatron.mcore.compat import megatron_te
+from charm_megatron.mcore.compat import megatron_te, training_arguments
 from charm_megatron.mcore.install import Installed
 from charm_megatron.mcore.spec import CONFIG_VARIABLE
 from charm_megatron.mcore.te_attention import te_core_attention_class
@@ -25,18 +24,12 @@ def core_attention(stock: type[Any]) -> type[Any]:
 
     A run asks with `--cp-comm-type charm`, for all layers or some, with `--charm-config`, or with CHARM_CONFIG.
     """
-    args = _training_arguments()
+    args = training_arguments()
     path = getattr(args, "charm_config", None) or os.environ.get(CONFIG_VARIABLE)
     if path is None and CP_COMM_TYPE not in (getattr(args, "cp_comm_type", None) or ()):
         return stock
     classes = _module_classes(path)
     return classes.te if classes.te is not None and issubclass(classes.te, stock) else classes.local
-
-
-def _training_arguments() -> Any:
-    """Megatron's namespace of arguments; None where `megatron.training` is not in use."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)
 
 
 @functools.cache

@@ -53,10 +53,44 @@ def launched_rank(environment: Mapping[str, str]) -> RankPlacement | None:
         )
     if not all(text.isdecimal() for text in ranks):
         raise TopologyError(f"RANK and LOCAL_RANK must be numbers, but are {' and '.join(ranks)}")
+    if int(ranks[0]) >= int(sizes[0]):
+        raise TopologyError(f"RANK {ranks[0]} is none of WORLD_SIZE {sizes[0]}, which are numbered from 0")
     return RankPlacement(int(ranks[0]), int(sizes[0]), int(ranks[1]), int(sizes[1]))
+
+
+def require_meeting_point(environment: Mapping[str, str]) -> None:
+    """Raises `TopologyError` where a rank is not told at which address and port all ranks meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise TopologyError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: set it to where rank 0 listens, as "
+            f"torchrun does, or unset RANK and WORLD_SIZE to have the ranks started here"
+        )
+    port = environment["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+        raise TopologyError(f"MASTER_PORT must be a number from 1 to 65535, but is {port!r}")
+
+
+def require_single_task(environment: Mapping[str, str]) -> None:
+    """Raises `TopologyError` where srun has started several of a program that starts all ranks itself.
+
+    srun tells its tasks so by SLURM_STEP_NUM_TASKS and SLURM_PROCID; older ones by SLURM_NTASKS, which the script of
+    a job has too, but without a SLURM_STEP_ID.
+    """
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+    if tasks.isascii() and tasks.isdecimal() and int(tasks) > 1:
+        raise TopologyError(
+            f"srun started {tasks} of this program, and each would start all ranks; let srun start one torchrun a "
+            f"node, as scripts/slurm/pretrain.sbatch does, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
+            f"LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT for each task"
+        )
 
 
 def threads_per_rank(num_ranks: int) -> int:
     """OMP_NUM_THREADS where it is set, else an even share of the cores that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return (
+        int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    )

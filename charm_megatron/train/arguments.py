@@ -29,6 +29,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"megatron: {message}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """argparse's own lets through what a type raises besides its two errors: `KeyError`, of an enumeration."""
+        try:
+            return super()._get_value(action, arg_string)
+        except KeyError as error:
+            known = ", ".join(str(getattr(choice, "name", choice)) for choice in action.choices or ())
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {arg_string!r} (choose from {known})"
+            ) from error
+
 
 def megatron_parser() -> argparse.ArgumentParser:
     """Megatron's own parser of its flags; what it refuses raises `ConfigError`."""
@@ -51,7 +61,7 @@ def effective_flags(written: Flags, cuda: bool) -> dict[str, MegatronValue]:
     for name, needed in ({} if cuda else CPU_NEEDS).items():
         if flags.setdefault(name, needed) != needed:
             raise ConfigError(
-                f"megatron.{name} must be {_yaml(needed)} without CUDA, but is {_yaml(flags[name])}"
+                f"megatron.{name} must be {as_yaml(needed)} without CUDA, but is {as_yaml(flags[name])}"
             )
     for name, value in DEFAULTS.items():
         flags.setdefault(name, value)
@@ -94,7 +104,7 @@ def _actions_by_name(parser: argparse.ArgumentParser) -> dict[str, tuple[str, ar
 def _words(name: str, value: MegatronValue, option: str, action: argparse.Action) -> list[str]:
     if action.nargs == 0:
         if not isinstance(value, bool | None):
-            raise ConfigError(f"megatron.{name} is a switch: true or false, but is {_yaml(value)}")
+            raise ConfigError(f"megatron.{name} is a switch: true or false, but is {as_yaml(value)}")
         if value is False and isinstance(action, argparse.BooleanOptionalAction):
             return [f"--no-{option.removeprefix('--').removeprefix('no-')}"]
         return [option] if value else []
@@ -104,13 +114,13 @@ def _words(name: str, value: MegatronValue, option: str, action: argparse.Action
         raise ConfigError(f"megatron.{name} needs a value, not a bare true")
     if isinstance(value, list):
         if action.nargs is None:
-            raise ConfigError(f"megatron.{name} takes one value, but is {_yaml(value)}")
+            raise ConfigError(f"megatron.{name} takes one value, but is {as_yaml(value)}")
         return [option, *map(str, value)]
     # "=" keeps a value that starts with a dash from being read as a flag.
     return [f"{option}={value}"] if action.nargs is None else [option, str(value)]
 
 
-def _yaml(value: MegatronValue) -> str:
+def as_yaml(value: MegatronValue) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -14,6 +14,8 @@ from charm_megatron.files import write_atomically, write_text
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
+TOKEN_BYTES = 2
+"""What Megatron's dataset takes for a vocabulary of that size."""
 
 MAX_PIECE_TOKENS = 65_536
 MIN_PIECE_TOKENS = 1_024
@@ -80,24 +82,46 @@ def build_dataset(text: TextFolder, prefix: Path) -> None:
     """Writes `prefix`.bin and `prefix`.idx in Megatron's format; keeps them where they are already complete.
 
     The index appears last and at once, so that a build that was interrupted is never taken for a dataset.
-    Raises `ConfigError` where the existing dataset was made of another folder.
+    Raises `ConfigError` as `check_dataset` does.
     """
     source = prefix.with_suffix(".json")
     if prefix.with_suffix(".idx").exists():
-        used = json.loads(source.read_text("utf-8"))["text"]
-        if used != str(text.path):
-            raise ConfigError(
-                f"data.text is {text.path}, but this run was started with {used}; give that one"
-            )
+        check_dataset(text.path, prefix)
         return
     prefix.parent.mkdir(parents=True, exist_ok=True)
 
     def write(index: Path) -> None:
         num_documents, num_tokens = _write(text, prefix.with_suffix(".bin"), index)
-        facts = {"text": str(text.path), "documents": num_documents, "tokens": num_tokens}
+        facts = {"text": str(text.path.resolve()), "documents": num_documents, "tokens": num_tokens}
         write_text(source, json.dumps(facts) + "\n")
 
     write_atomically(prefix.with_suffix(".idx"), write)
+
+
+def check_dataset(text: Path, prefix: Path) -> None:
+    """Raises `ConfigError` where the dataset at `prefix` was made of another folder than `text`, or is not whole.
+
+    Folders are compared, not their names: a relative path may lead elsewhere by now. Without a dataset all is well.
+    """
+    if not prefix.with_suffix(".idx").exists():
+        return
+    source, tokens = prefix.with_suffix(".json"), prefix.with_suffix(".bin")
+    try:
+        facts = json.loads(source.read_text("utf-8"))
+        used, num_bytes = Path(facts["text"]).resolve(), facts["tokens"] * TOKEN_BYTES
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{source} cannot be read; remove {prefix.parent}, which is made again from data.text"
+        ) from error
+    if used != text.resolve():
+        raise ConfigError(
+            f"data.text is {text.resolve()}, but this run was started with {used}; give that one"
+        )
+    if not tokens.is_file() or tokens.stat().st_size != num_bytes:
+        raise ConfigError(
+            f"{tokens} is not the {num_bytes} bytes that were written; remove {prefix.parent}, which is made again "
+            f"from data.text"
+        )
 
 
 def _write(text: TextFolder, tokens_path: Path, index: Path) -> tuple[int, int]:

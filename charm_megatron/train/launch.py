@@ -7,10 +7,11 @@ on it or on the server touches CUDA.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from charm_megatron.config import RunConfig
 from charm_megatron.errors import LaunchError
 from charm_megatron.processes.environment import RankPlacement, threads_per_rank
 from charm_megatron.processes.follow import RankProcess, run_to_end
@@ -42,8 +43,7 @@ def run_ranks(job: RankJob, num_ranks: int, on_event: Callable[[RunEvent], None]
 def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threads: int) -> None:
     """What a rank's process does: runs the job, and reports events."""
     os.environ.update(variables)
-    # Megatron demands it for tensor and context parallelism on GPUs before Blackwell.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    set_cuda_connections(job.config, os.environ)
     # Here, since the launcher, which imports this module, does without torch.
     import torch
 
@@ -52,6 +52,19 @@ def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threa
     # The server has imported torch already, so that OMP_NUM_THREADS would come too late.
     torch.set_num_threads(num_threads)
     run_rank(job, lambda kind, row: report(RunEvent(kind, row)))
+
+
+FSDP = frozenset({"use_megatron_fsdp", "use_torch_fsdp2"})
+
+
+def set_cuda_connections(config: RunConfig, environment: MutableMapping[str, str]) -> None:
+    """One hardware queue, which Megatron demands for tensor and context parallelism on GPUs before Blackwell.
+
+    It refuses the same with sharded parameters, which are therefore left alone, as is what the user has set.
+    """
+    asked = {name.replace("-", "_") for name, value in config.megatron.items() if value}
+    if not asked & FSDP:
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def call_in_server(function: Callable[..., Any], *args: Any) -> Any:

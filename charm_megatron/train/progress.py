@@ -34,6 +34,10 @@ class TerminalView:
         """Says what happens before the first iteration."""
         self._console.print(f"{text} ...", style="dim", highlight=False)
 
+    def notice(self, sentence: str) -> None:
+        """Says what should be known, and keeps nothing from going on."""
+        self._print(sentence)
+
     @contextmanager
     def training(self, first_iteration: int, last_iteration: int) -> Iterator[None]:
         """Shows iterations inside the block."""

@@ -53,6 +53,9 @@ class Silent:
     def stage(self, text: str) -> None:
         pass
 
+    def notice(self, sentence: str) -> None:
+        pass
+
     @contextmanager
     def training(self, first_iteration: int, last_iteration: int) -> Iterator[None]:
         yield

@@ -1,5 +1,6 @@
 """What Megatron's flags cannot do is one sentence, before anything is made."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,10 @@ import yaml
 from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
+from charm_megatron.config import load_run_config, parse_run_config
+from charm_megatron.train.launch import set_cuda_connections
+from charm_megatron.train.run_folder import RunFolder
+from tests.checkpoints import save_checkpoint
 from tests.megatron.small_run import BASE
 
 pytestmark = pytest.mark.megatron
@@ -29,6 +34,18 @@ CASES = {
     "megatron.save=/somewhere": "megatron.save must be left out",
     "megatron.num_attention_heads=5": "args.hidden_size % args.num_attention_heads == 0 does not hold",
     "megatron.global_batch_size=0": "Megatron refuses these flags",
+    "megatron.train_iters=-5": "megatron.train_iters must be at least 1, but is -5",
+    "megatron.train_iters=0": "megatron.train_iters must be at least 1, but is 0",
+    "megatron.train_iters=10000000000000000000000": "megatron.train_iters must be at most 1,000,000,000",
+    "megatron.eval_interval=0": "megatron.eval_interval must be at least 1",
+    "megatron.split=a,b,c": "such as 90,5,5, but is 'a,b,c'",
+    "megatron.split=0,1,1": "such as 90,5,5, but is '0,1,1'",
+    "megatron.attention_backend=flash2": "invalid choice: 'flash2' (choose from flash, fused, unfused, local, auto)",
+    "megatron.attention_backend=local": "takes the place of the attention itself; leave it out",
+    "megatron.experimental_attention_variant=gated_delta_net": "needs Transformer Engine",
+    "megatron.use_megatron_fsdp=true": "megatron.use_megatron_fsdp needs CUDA; leave it out",
+    "megatron.sequence_parallel=true": "megatron.sequence_parallel needs CUDA; leave it out",
+    "charm.kernel=fast": "unknown kernel 'fast'",
 }
 
 
@@ -51,6 +68,25 @@ def test_flags_that_do_not_fit_are_one_sentence(config: Path, setting: str) -> N
     assert not out.parent.exists()
 
 
+def test_a_mapping_that_megatron_cannot_make_is_said_ahead(config: Path) -> None:
+    settings = ("use_tp_pp_dp_mapping=true", "pipeline_model_parallel_size=2", "context_parallel_size=2")
+    words = [word for setting in settings for word in ("--set", f"megatron.{setting}")]
+    result = CliRunner().invoke(app, ["pretrain", str(config), "--out", str(config.parent / "run"), *words])
+    assert result.exit_code == 2
+    assert (
+        "use_tp_pp_dp_mapping with 2 pipeline stages needs tensor x context parallel size, 2,"
+        in result.stderr
+    )
+
+
+def test_sharded_parameters_keep_all_queues_of_a_device() -> None:
+    environment: dict[str, str] = {}
+    set_cuda_connections(parse_run_config({"megatron": {"use-megatron-fsdp": True}}, "test"), environment)
+    assert environment == {}
+    set_cuda_connections(parse_run_config({}, "test"), environment)
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:
     text = config.parent / "text"
     text.mkdir()
@@ -65,9 +101,48 @@ def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:
 
 def test_a_run_that_is_done_is_not_resumed(config: Path) -> None:
     checkpoints = config.parent / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("20")
+    save_checkpoint(checkpoints, 20)
     arguments = ["pretrain", str(config), "--out", str(checkpoints.parent), "--resume"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "is already at iteration 20" in result.stderr
+
+
+def test_another_model_is_not_loaded_from_a_checkpoint(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    save_checkpoint(out / "checkpoints", 4)
+    arguments = ["pretrain", str(config), "--out", str(out), "--resume"]
+    for setting, sentence in (
+        ("num_layers=4", "megatron.num_layers is 4, but "),
+        ("num_attention_heads=8", "megatron.num_attention_heads is 8, but "),
+        ("swiglu=true", "megatron.ffn_hidden_size is "),
+    ):
+        result = CliRunner().invoke(app, [*arguments, "--set", f"megatron.{setting}"])
+        assert result.exit_code == 2
+        assert sentence in result.stderr
+        assert "set it back, or start a new run" in result.stderr
+    assert load_run_config(out / "config.yaml") == load_run_config(config)
+
+
+def test_a_torn_checkpoint_is_refused_before_megatron_is_imported(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    for iteration in (4, 6):
+        save_checkpoint(out / "checkpoints", iteration)
+    (out / "checkpoints" / "iter_0000006" / "__0_0.distcp").unlink()
+    start_s = time.monotonic()
+    result = CliRunner().invoke(app, ["pretrain", str(config), "--out", str(out), "--resume"])
+    assert time.monotonic() - start_s < 2.0
+    assert result.exit_code == 2
+    assert "__0_0.distcp is missing; iteration 4 is whole: `echo 4 > " in result.stderr
+
+
+def test_a_folder_that_others_may_write_to_is_resumed_only_when_told(config: Path) -> None:
+    out = config.parent / "run"
+    RunFolder(out).create(load_run_config(config))
+    save_checkpoint(out / "checkpoints", 20).chmod(0o777)
+    arguments = ["pretrain", str(config), "--out", str(out), "--resume"]
+    refused = CliRunner().invoke(app, arguments)
+    assert "iter_0000020 can be written by everybody" in refused.stderr
+    assert "is already at iteration 20" in CliRunner().invoke(app, [*arguments, "--trust-folder"]).stderr

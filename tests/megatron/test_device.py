@@ -13,14 +13,14 @@ import warnings
 warnings.simplefilter("ignore")
 import torch
 import megatron.training.training
-from charm_megatron.mcore.compat import COMPILE_HELPERS
+from charm_megatron.mcore.compat import COMPILE_HELPERS, OPTIMIZER_LOAD, OPTIMIZER_STATE
 from charm_megatron.mcore.install import LOCAL_CORE_ATTENTION
 from charm_megatron.mcore.monkeypatch import MissingTarget, resolve
 from charm_megatron.train import device, metrics
 
 targets = [patch.target for patch in device.PATCHES]
 targets += [metrics.TRAIN_STEP, metrics.TRAINING_LOG, metrics.EVALUATE, metrics.EVALUATE_AND_PRINT]
-for target in [*targets, COMPILE_HELPERS, LOCAL_CORE_ATTENTION]:
+for target in [*targets, COMPILE_HELPERS, OPTIMIZER_STATE, OPTIMIZER_LOAD, LOCAL_CORE_ATTENTION]:
     resolve(target)
     print(target)
 try:
@@ -63,6 +63,8 @@ TARGETS = [
     "megatron.training.training:evaluate",
     "megatron.training.training:evaluate_and_print_results",
     "megatron.core.datasets.utils:compile_helpers",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
     "megatron.core.models.backends:LocalSpecProvider.core_attention",
 ]
 

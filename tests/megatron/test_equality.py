@@ -1,6 +1,7 @@
 """Training does not depend on how the sequence is split, on the schedule, or on an interruption."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -142,3 +143,16 @@ def test_a_run_folder_says_what_was_run(train: Train) -> None:
     assert [row["tokens"] for row in run.steps] == [2 * 384, 4 * 384]
     assert set(run.steps[0]) == {"iteration", "loss", "grad_norm", "step_time_s", "tokens"}
     assert {row["part"] for row in run.evaluations} == {"validation", "test"}
+
+
+@pytest.mark.parametrize(("cp_size", "ranks"), [(1, 2), (2, 4)])
+def test_a_resumed_run_with_a_distributed_optimizer_is_that_which_was_not_stopped(
+    train: Train, tmp_path: Path, cp_size: int, ranks: int
+) -> None:
+    """torch's Adam, without Transformer Engine or Apex; its counters of steps and moments are restored."""
+    flags = {"use_distributed_optimizer": True, "train_iters": 6, "eval_iters": 0, "global_batch_size": 4}
+    whole = train(cp_size, megatron=flags, ranks=ranks)
+    train(cp_size, megatron={**flags, "exit_interval": 3}, ranks=ranks, out=tmp_path / "run")
+    resumed = train(cp_size, megatron=flags, ranks=ranks, out=tmp_path / "run", resume=True)
+    assert len(resumed.steps) == 6
+    assert_same_curve(resumed, whole, tolerance=0.0)

@@ -66,8 +66,79 @@ def test_ctrl_c_ends_every_rank(started: Started) -> None:
     launcher, processes = started
     launcher.send_signal(signal.SIGINT)
     _, stderr = launcher.communicate(timeout=90)
-    assert (launcher.returncode, stderr) == (130, "interrupted\n")
+    assert launcher.returncode == 130
+    assert stderr.startswith("interrupted; /")
+    assert stderr.endswith("/run holds no checkpoint yet\n")
     assert_all_gone(processes)
+
+
+INTERRUPTED_WHILE_IMPORTING = """
+import os, runpy, signal, sys
+
+class Interrupter:
+    def find_spec(name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter)
+runpy.run_module("charm_megatron", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "charm_megatron.cli.main", "charm_megatron.train.pretrain"])
+def test_ctrl_c_in_the_first_second_is_no_traceback(tmp_path: Path, module: str) -> None:
+    program = INTERRUPTED_WHILE_IMPORTING.format(module=module)
+    command = [sys.executable, "-c", program, "pretrain", "gpt_tiny_cpu", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(started: Started, tmp_path: Path) -> None:
+    launcher, _ = started
+    for options in ([], ["--resume"]):
+        again = [*map(str, launcher.args), *options]  # type: ignore[union-attr]
+        done = subprocess.run(again, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"/run is in use by process {launcher.pid} on " in done.stderr
+    assert launcher.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "error: RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "error: RANK 2 is none of WORLD_SIZE 2",
+        ),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            "error: srun started 2 of this program, and each would start all ranks; let srun start one torchrun",
+        ),
+    ],
+)
+def test_ranks_that_cannot_meet_leave_no_folder(
+    tmp_path: Path, environment: dict[str, str], sentence: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "charm_megatron",
+        "pretrain",
+        "gpt_tiny_cpu",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(sentence)
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(started: Started) -> None:

@@ -1,11 +1,12 @@
 """Which files are text to train on."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from charm_megatron.errors import ConfigError
-from charm_megatron.train.data import TextFolder
+from charm_megatron.train.data import TextFolder, check_dataset
 
 pytestmark = pytest.mark.pure
 
@@ -43,3 +44,38 @@ def test_a_folder_without_text_is_one_sentence(tmp_path: Path, make: str) -> Non
     sentence = "is not a folder" if make in ("missing", "file") else "holds no text"
     with pytest.raises(ConfigError, match=f"data.text .*text {sentence}"):
         TextFolder.find(path)
+
+
+def dataset_of(text: Path, prefix: Path) -> None:
+    prefix.with_suffix(".idx").touch()
+    prefix.with_suffix(".bin").write_bytes(bytes(20))
+    prefix.with_suffix(".json").write_text(json.dumps({"text": str(text), "documents": 1, "tokens": 10}))
+
+
+def test_a_resumed_run_compares_folders_of_text_not_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "a" / "text"
+    text.mkdir(parents=True)
+    (tmp_path / "b" / "text").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(text)
+    prefix = tmp_path / "prefix"
+    check_dataset(text, prefix)  # a run that has no dataset yet
+    dataset_of(text, prefix)
+    monkeypatch.chdir(tmp_path / "a")
+    for same in (text, Path("text"), Path("../link")):
+        check_dataset(same, prefix)
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"data.text is .*/b/text, but this run was started with .*/a/text"):
+        check_dataset(Path("text"), prefix)
+
+
+def test_a_dataset_that_is_not_whole_is_one_sentence(tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    dataset_of(tmp_path, prefix)
+    prefix.with_suffix(".bin").write_bytes(bytes(19))
+    with pytest.raises(ConfigError, match=r"prefix.bin is not the 20 bytes that were written; remove "):
+        check_dataset(tmp_path, prefix)
+    prefix.with_suffix(".json").write_text("")
+    with pytest.raises(ConfigError, match=r"prefix.json cannot be read; remove "):
+        check_dataset(tmp_path, prefix)
