@@ -38,7 +38,10 @@ def run_rank(job: RankJob, emit: Emit) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    runtime = AttentionRuntime(job.config.charm)
+    charm = job.config.charm
+    if charm.flight_folder is None:
+        charm = charm.model_copy(update={"flight_folder": job.folder.path})
+    runtime = AttentionRuntime(charm)
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_cuda())
         stack.enter_context(wheel_repairs())

@@ -9,6 +9,7 @@ receipt.txt        domains, schedule, bytes by link class, kernel
 checkpoints/       Megatron's; see `checkpoints`
 data/              the text as Megatron's dataset, and its indexes
 logs/rank<N>.log   what each rank printed
+flight_record_<N>.json  its last actions, where it lost a transfer
 lock.json          who writes to the folder, while somebody does; see `lock`
 """
 
