@@ -63,8 +63,8 @@ def require_meeting_point(environment: Mapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         raise TopologyError(
-            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: set it to where rank 0 listens, as "
-            f"torchrun does, or unset RANK and WORLD_SIZE to have the ranks started here"
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}, which say where rank 0 listens; set them "
+            f"as torchrun does, or unset RANK and WORLD_SIZE to have the ranks started here"
         )
     port = environment["MASTER_PORT"]
     if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
