@@ -37,9 +37,9 @@ def run_as_rank(
         raise InvalidInput("--out must be given where ranks are started by something else, the same to all")
     placement = launched_rank(environment)
     assert placement is not None, "the caller has looked"
-    require_meeting_point(environment)
     rank, world_size = placement.rank, placement.world_size
     config = _with_ranks(config, world_size)
+    require_meeting_point(environment)
     folder = RunFolder(path.absolute())
     done = 0
     if resume:
