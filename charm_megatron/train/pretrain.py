@@ -96,6 +96,11 @@ FULL_BYTES = 1_000_000
 """A disk with less room than this is full: checkpoints and indexes are written in larger pieces."""
 
 
+def _clause(error: LaunchError) -> str:
+    """Which rank failed; the rest is its log."""
+    return str(error).partition("\n")[0].partition(":")[0]
+
+
 @contextmanager
 def _full_disk_named(folder: RunFolder) -> Iterator[None]:
     """Where a rank fails and the disk is full, says so first: what ranks say of it is long, and often not that."""
@@ -106,7 +111,8 @@ def _full_disk_named(folder: RunFolder) -> Iterator[None]:
             free = shutil.disk_usage(folder.path).free
             if free < FULL_BYTES:
                 raise LaunchError(
-                    f"the disk of {folder.path} is full ({free} bytes are free); {folder.standing()}; {error}"
+                    f"the disk of {folder.path} is full ({free} bytes are free), and {_clause(error)}; its log is "
+                    f"in {folder.logs}; {folder.standing()}"
                 ) from error
         raise
 

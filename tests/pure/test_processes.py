@@ -15,6 +15,8 @@ from charm_megatron.processes.environment import (
     is_later_rank,
     is_rank,
     launched_rank,
+    require_meeting_point,
+    require_single_task,
     threads_per_rank,
 )
 from charm_megatron.processes.failure import ending, failure_of, reason
@@ -218,3 +220,21 @@ def test_the_log_of_a_rank_that_failed_is_shown(tmp_path: Path) -> None:
 )
 def test_an_exit_code_is_said_in_words(code: int, words: str) -> None:
     assert ending(code) == words
+
+
+def test_ranks_must_be_told_where_they_meet() -> None:
+    require_meeting_point({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    with pytest.raises(TopologyError, match="MASTER_PORT not: set it to where rank 0 listens"):
+        require_meeting_point({"MASTER_ADDR": "node0"})
+    for port in ("0", "65536", "²", "first"):
+        with pytest.raises(TopologyError, match="MASTER_PORT must be a number from 1 to 65535"):
+            require_meeting_point({"MASTER_ADDR": "node0", "MASTER_PORT": port})
+
+
+def test_several_tasks_of_srun_are_not_several_launchers() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+    require_single_task({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # the script of a job
+    require_single_task({**step, "SLURM_STEP_NUM_TASKS": "1"})  # the shell of salloc
+    for environment in (step, {**step, "SLURM_STEP_NUM_TASKS": "2"}):
+        with pytest.raises(TopologyError, match="of this program, and each would start all ranks"):
+            require_single_task(environment)
