@@ -20,7 +20,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 < self.bytes_per_s < math.inf and 0 <= self.latency_s < math.inf):
             raise WorkloadError(
-                f"a link needs a positive, finite rate and no negative or endless latency, but is {self}"
+                f"a link needs a positive rate and no negative latency, both finite, but is {self}"
             )
 
 

@@ -507,7 +507,7 @@ COMMAND_ROWS = [
     (("plan", "--schedule", "ring", "--rank", MANY, "--svg", "a.svg"), "rank"),
     (("plan", "--schedule", "ring", "--flops-per-s", "inf"), "must be positive and finite"),
     (("plan", "--schedule", "ring", "--flops-per-s", "nan"), "must be positive and finite"),
-    (("plan", "--schedule", "ring", "--latency-s", "nan"), "a link needs a positive, finite rate"),
+    (("plan", "--schedule", "ring", "--latency-s", "nan"), "both finite, but is"),
     (("plan", "--schedule", "x" * 10_000), "unknown schedule"),
     (("plan", "--schedule", "ring", "--mask", "x" * 10_000), "is not causal"),
     (("plan", "--schedule", "ring", "--svg", "a" * 5000 + ".svg"), "cannot write"),
