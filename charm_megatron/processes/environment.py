@@ -47,11 +47,11 @@ def launched_rank(environment: Mapping[str, str]) -> RankPlacement | None:
         return None
     sizes = environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE", "1")
     ranks = environment["RANK"], environment.get("LOCAL_RANK", "0")
-    if not all(text.isdecimal() and int(text) for text in sizes):
+    if not all(_is_number(text) and int(text) for text in sizes):
         raise TopologyError(
             f"WORLD_SIZE and LOCAL_WORLD_SIZE must be numbers of ranks, but are {' and '.join(sizes)}"
         )
-    if not all(text.isdecimal() for text in ranks):
+    if not all(_is_number(text) for text in ranks):
         raise TopologyError(f"RANK and LOCAL_RANK must be numbers, but are {' and '.join(ranks)}")
     if int(ranks[0]) >= int(sizes[0]):
         raise TopologyError(f"RANK {ranks[0]} is none of WORLD_SIZE {sizes[0]}, which are numbered from 0")
@@ -67,7 +67,7 @@ def require_meeting_point(environment: Mapping[str, str]) -> None:
             f"as torchrun does, or unset RANK and WORLD_SIZE to have the ranks started here"
         )
     port = environment["MASTER_PORT"]
-    if not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+    if not (_is_number(port) and 0 < int(port) < 65536):
         raise TopologyError(f"MASTER_PORT must be a number from 1 to 65535, but is {port!r}")
 
 
@@ -80,7 +80,7 @@ def require_single_task(environment: Mapping[str, str]) -> None:
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-    if tasks.isascii() and tasks.isdecimal() and int(tasks) > 1:
+    if _is_number(tasks) and int(tasks) > 1:
         raise TopologyError(
             f"srun started {tasks} of this program, and each would start all ranks; let srun start one torchrun a "
             f"node, as scripts/slurm/pretrain.sbatch does, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
@@ -94,3 +94,8 @@ def threads_per_rank(num_ranks: int) -> int:
     return (
         int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) // num_ranks)
     )
+
+
+def _is_number(text: str) -> bool:
+    """Whether a launcher can have meant it: plain digits, and few of them."""
+    return text.isascii() and text.isdecimal() and len(text) < 10

@@ -224,7 +224,7 @@ def test_an_exit_code_is_said_in_words(code: int, words: str) -> None:
 
 def test_ranks_must_be_told_where_they_meet() -> None:
     require_meeting_point({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
-    with pytest.raises(TopologyError, match="MASTER_PORT not: set it to where rank 0 listens"):
+    with pytest.raises(TopologyError, match="but not MASTER_PORT, which say where rank 0 listens"):
         require_meeting_point({"MASTER_ADDR": "node0"})
     for port in ("0", "65536", "²", "first"):
         with pytest.raises(TopologyError, match="MASTER_PORT must be a number from 1 to 65535"):
@@ -238,3 +238,16 @@ def test_several_tasks_of_srun_are_not_several_launchers() -> None:
     for environment in (step, {**step, "SLURM_STEP_NUM_TASKS": "2"}):
         with pytest.raises(TopologyError, match="of this program, and each would start all ranks"):
             require_single_task(environment)
+
+
+@pytest.mark.parametrize("text", ["²", "٣", "-1", "", "1" * 5000, "two"])
+def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match="must be numbers of ranks"):
+        launched_rank({"RANK": "0", "WORLD_SIZE": text})
+    with pytest.raises(TopologyError, match="RANK and LOCAL_RANK must be numbers"):
+        launched_rank({"RANK": text, "WORLD_SIZE": "2"})
+
+
+def test_a_thread_count_that_is_no_number_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "²")
+    assert threads_per_rank(10_000) == 1
