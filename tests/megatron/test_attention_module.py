@@ -44,7 +44,7 @@ class FakeRuntime:
         return query[..., : value.shape[-1]]
 
     def receipt(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(forward=[SimpleNamespace(name="fake")], lines=list)
+        return SimpleNamespace(plan=SimpleNamespace(name="fake"), lines=list)
 
 
 def build(runtime: FakeRuntime, cp_size: int = 2, config: Values | None = None, **arguments: Any) -> Any:
