@@ -107,7 +107,7 @@ def test_a_second_run_in_the_same_folder_is_refused(started: Started, tmp_path: 
     ("environment", "sentence"),
     [
         (
-            {"RANK": "0", "WORLD_SIZE": "2"},
+            {"RANK": "0", "WORLD_SIZE": "4"},
             "error: RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT",
         ),
         (
