@@ -108,7 +108,7 @@ def test_a_second_run_in_the_same_folder_is_refused(started: Started, tmp_path: 
     [
         (
             {"RANK": "0", "WORLD_SIZE": "4"},
-            "error: RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT",
+            "error: RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT",
         ),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
