@@ -15,6 +15,7 @@ from charm_megatron.cli.bench.operator import operator_command
 from charm_megatron.cli.bench.planning import planning_command
 from charm_megatron.cli.bench.tables_6_7 import tables_6_7_command
 from charm_megatron.cli.check import check_command
+from charm_megatron.cli.compare import compare_command
 from charm_megatron.cli.errors import SentenceGroup
 from charm_megatron.cli.launch import launch_command
 from charm_megatron.cli.memory import memory_command
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command("pretrain")(pretrain_command)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch_command)
+app.command("compare")(compare_command)
 app.command("args")(args_command)
 app.command("memory")(memory_command)
 app.command("plan")(plan_command)
