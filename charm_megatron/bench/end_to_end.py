@@ -56,6 +56,8 @@ def iteration_ms(run: Path) -> float | None:
         rows = read_rows(path)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
+    if not rows and path.exists() and path.stat().st_size:
+        raise InvalidInput(f"{path} holds no row of an iteration")
     times_s = [_step_time_s(row, path, number) for number, row in enumerate(rows, 1)][NUM_WARM_UP:]
     return 1000 * median(times_s) if times_s else None
 

@@ -47,16 +47,17 @@ def iteration_to_continue(checkpoints: Path, ckpt_format: str = DEFAULT_FORMAT) 
     if text is None:
         if next(_iterations(checkpoints), None) is None:
             return None
-        raise InvalidInput(f"{tracker} is missing{_offer(checkpoints, ckpt_format)}")
+        raise InvalidInput(f"{TRACKER} is missing{_offer(checkpoints, ckpt_format)}")
     if not re.fullmatch(r"[0-9]{1,12}", text.strip()):
         raise InvalidInput(
-            f"{tracker} holds {_short(text)}, which is no iteration{_offer(checkpoints, ckpt_format)}"
+            f"{TRACKER} holds {_short(text)}, which is no iteration{_offer(checkpoints, ckpt_format)}"
         )
     iteration = int(text)
     fault = _fault(iteration_folder(checkpoints, iteration), ckpt_format)
     if fault is not None:
+        inside = fault.replace(f"{checkpoints}/", "")  # the whole path stands in what is offered
         raise InvalidInput(
-            f"{tracker} names iteration {iteration}, but {fault}{_offer(checkpoints, ckpt_format)}"
+            f"{TRACKER} names iteration {iteration}, but {inside}{_offer(checkpoints, ckpt_format)}"
         )
     return iteration
 

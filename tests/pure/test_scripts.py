@@ -64,7 +64,8 @@ def test_times_of_runs_are_shown_beside_the_papers(tmp_path: Path) -> None:
     for schedule, time_s in (("ring", 3.0), ("charm", 1.5)):
         folder = tmp_path / f"gpt_350m-table_7_16x16384-{schedule}"
         folder.mkdir()
-        rows = [{"step_time_s": 60.0}] * 10 + [{"step_time_s": time_s}] * 3
+        times_s = [60.0] * 10 + [time_s] * 3
+        rows = [{"iteration": i, "step_time_s": took_s} for i, took_s in enumerate(times_s, 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = CliRunner().invoke(app, ["bench", "tables-6-7", str(tmp_path)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
@@ -87,10 +88,14 @@ def test_times_of_runs_are_shown_beside_the_papers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ("{}\n", "row 1 must have step_time_s, a positive number of seconds"),
-        ('{"step_time_s": 1}\n{"step_time_s": "2"}\n', "row 2 must have step_time_s"),
-        ("3\n", "row 1 must have step_time_s"),
-        ("step_time_s: 3\n", "metrics.jsonl: "),
+        ('{"iteration": 1}\n', "row 1 must have step_time_s, a positive number of seconds"),
+        (
+            '{"iteration": 1, "step_time_s": 1}\n{"iteration": 2, "step_time_s": "2"}\n',
+            "row 2 must have step_time_s",
+        ),
+        ("{}\n", "metrics.jsonl holds no row of an iteration"),
+        ("3\n", "metrics.jsonl holds no row of an iteration"),
+        ("step_time_s: 3\n", "metrics.jsonl holds no row of an iteration"),
         (None, "holds no run folder such as gpt_350m-table_6_16x2048-ring"),
     ],
 )

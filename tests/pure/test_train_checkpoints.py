@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 OFFER = r"; iteration 4 is whole: `echo 4 > .*/latest_checkpointed_iteration.txt` continues from there$"
 
 TORN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (lambda at: at.rename(at.with_name("elsewhere")), "there is no folder .*/iter_0000006"),
+    "no folder": (lambda at: at.rename(at.with_name("elsewhere")), "there is no folder iter_0000006"),
     "no shard": (lambda at: (at / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "half a shard": (
         lambda at: (at / "__1_0.distcp").write_bytes(bytes(100)),
