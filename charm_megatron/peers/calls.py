@@ -53,7 +53,7 @@ def make_call(
     """
     assert kernel is None or peer.computes_with_ours, peer.name
     blocks = flash_attn_on_cpu.install() if peer.needs_flash_attn else BlockOperators()
-    scale, causal = workload.head_dim**-0.5, workload.mask.is_causal
+    scale, causal = workload.softmax_scale, workload.mask.is_causal
     with _unheard():
         match peer.library:
             case TorchTemplate(rotate):

@@ -88,7 +88,7 @@ def check_call(call: PeerCall, group: dist.ProcessGroup, workload: Workload) -> 
 def _operator_alone(whole: Shard, workload: Workload) -> dict[str, Tensor]:
     """`RESULTS` by what peers compute blocks with, on the whole sequence and in the workload's dtype."""
     q, k, v, dout = (x.permute(1, 2, 0, 3) for x in whole)  # [s, b, h, d] -> [b, h, s, d]
-    causal, scale, blocks = workload.mask.is_causal, workload.head_dim**-0.5, BlockOperators()
+    causal, scale, blocks = workload.mask.is_causal, workload.softmax_scale, BlockOperators()
     out, lse = blocks.forward(q, k, v, causal=causal, softmax_scale=scale)
     gradients = blocks.backward(dout, q, k, v, out, lse, causal=causal, softmax_scale=scale)
     results = (out, *gradients)

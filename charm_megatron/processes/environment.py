@@ -92,7 +92,7 @@ def threads_per_rank(num_ranks: int) -> int:
     """OMP_NUM_THREADS where it is set, else an even share of the cores that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return (
-        int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        int(asked) if _is_number(asked) and int(asked) else max(1, len(os.sched_getaffinity(0)) // num_ranks)
     )
 
 
