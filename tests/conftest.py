@@ -16,6 +16,9 @@ def pytest_addoption(parser):
         help="examples for each reader of test_bounded_input.py; others each time",
     )
     parser.addoption(
+        "--faults", type=int, metavar="N", help="faults that tests/faults puts into jobs; some 25 s each"
+    )
+    parser.addoption(
         "--exhaustive", action="store_true", help="check all planners in all their programs; hours"
     )
 

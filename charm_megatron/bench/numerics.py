@@ -89,7 +89,10 @@ def measure_numerics(case: NumericsCase, cluster: Cluster, progress: Log = silen
     """Runs all draws on all ranks. Raises `InvalidInput`, before any rank starts, for a schedule that cannot be."""
     for variant in case.variants:
         compile_attention(variant.settings(cluster.num_domains), cluster.domains, case.workload, case.layout)
-    results = run_on_ranks(_measure, cluster, case, cluster.num_domains, progress=progress)
+    deadline_s = CharmConfig().deadline_s
+    results = run_on_ranks(
+        _measure, cluster, case, cluster.num_domains, deadline_s=deadline_s, progress=progress
+    )
     return [] if results is None else results[0]
 
 

@@ -45,7 +45,13 @@ def run_case(case: OperatorCase, cluster: Cluster, progress: Log = silent) -> li
     # Of the first schedule, by which computation is measured.
     flops = {direction: _busiest_flops(plans[case.schedules[0]], direction) for direction in DIRECTIONS}
     measured: list[RankTimes] | None = run_on_ranks(
-        measure_rank, cluster, case, cluster.num_domains, flops, progress=progress
+        measure_rank,
+        cluster,
+        case,
+        cluster.num_domains,
+        flops,
+        deadline_s=case.settings.deadline_s,
+        progress=progress,
     )
     if measured is None:
         return []

@@ -5,37 +5,37 @@ before it makes its first socket. CPU only: no CUDA context may exist. Of a laun
 """
 
 import os
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from charm_megatron.bench.cluster import Cluster
-from charm_megatron.errors import CharmError, LaunchError, TopologyError
+from charm_megatron.errors import LaunchError, TopologyError
 from charm_megatron.log import Log, silent
 from charm_megatron.processes.environment import launched_rank
 from charm_megatron.processes.group import Meeting, run_in_group
+from charm_megatron.processes.job import job_heartbeats
+from charm_megatron.processes.sockets import give_up_dead_links
 from charm_megatron.testbed.namespaces import enter
 from charm_megatron.testbed.network import MASTER_PORT
 
-FIRST_SPEAKS_S = 10.0
-"""How long other ranks keep silent, so that the first that failed is heard."""
-
 
 def run_on_ranks(
-    function: Callable[..., Any], cluster: Cluster, *args: Any, progress: Log = silent
+    function: Callable[..., Any], cluster: Cluster, *args: Any, deadline_s: float, progress: Log = silent
 ) -> list[Any] | None:
     """Returns `function(log, rank, num_ranks, *args)` of all ranks, inside one process group.
 
-    `progress` gets what rank 0 logs. Returns None on the ranks of a launched job other than the first. Raises
-    `LaunchError` with the first rank's last words when one fails; the others are ended.
+    `deadline_s`: how long a rank may be silent, and a link carry nothing. `progress` gets what rank 0 logs. Returns
+    None on the ranks of a launched job other than the first. Raises `LaunchError` with the first rank's last words
+    when one fails, and with what kept the ranks waiting; the others are ended.
     """
     if cluster.is_launched:
-        return _run_as_rank(function, cluster, args, progress)
+        return _run_as_rank(function, cluster, args, progress, deadline_s)
     import torch
 
     torch.set_num_threads(1)  # ranks are forked, so that this process should have no pool of threads
-    return run_in_group(function, cluster.num_ranks, args, meeting=_meeting(cluster), log=progress)
+    return run_in_group(
+        function, cluster.num_ranks, args, meeting=_meeting(cluster), log=progress, deadline_s=deadline_s
+    )
 
 
 def _meeting(cluster: Cluster) -> Meeting:
@@ -64,21 +64,21 @@ def leave_job() -> None:
 
 
 def _run_as_rank(
-    function: Callable[..., Any], cluster: Cluster, args: Any, progress: Log
+    function: Callable[..., Any], cluster: Cluster, args: Any, progress: Log, deadline_s: float
 ) -> list[Any] | None:
     """The group stays for the next run: its addresses in torchrun's store would mislead a second one."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         _join_job()
+        if job_backend() == "gloo":
+            give_up_dead_links(deadline_s)
     rank = dist.get_rank()
-    try:
+    with job_heartbeats(os.environ, deadline_s):
         value = function(progress if rank == 0 else silent, rank, cluster.num_ranks, *args)
         values: list[Any] | None = [None] * cluster.num_ranks if rank == 0 else None
         dist.gather_object(value, values)
         dist.barrier()
-    except Exception as error:
-        raise LaunchError(_last_words(rank, error)) from error
     return values
 
 
@@ -106,21 +106,3 @@ def _join_job() -> None:
             f"rank {placement.rank} did not join the others at {address} over {backend}: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error
-
-
-def _last_words(rank: int, error: Exception) -> str:
-    """Why this rank ends. The first to fail says it at once; others, which lost it as a peer, late.
-
-    By then the launcher has ended them, if it is torchrun, which does so when the first has ended.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    try:
-        is_first = _get_default_store().add("failed ranks", 1) == 1
-    except RuntimeError:  # the store was the first one's
-        is_first = False
-    if is_first:
-        words = str(error) if isinstance(error, CharmError) else traceback.format_exc()
-        return f"rank {rank} failed: {words}"
-    time.sleep(FIRST_SPEAKS_S)
-    return f"rank {rank} ended because another had failed before it"

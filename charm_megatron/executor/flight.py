@@ -29,12 +29,32 @@ class FlightRecorder:
     _actions: deque[tuple[float, RankProgram, int]] = field(default_factory=lambda: deque(maxlen=NUM_ACTIONS))
 
     def note(self, program: RankProgram, position: int) -> None:
-        """The rank begins the action at `position`."""
+        """The rank begins the action at `position`; behind the last one, it has ended the program."""
         self._actions.append((time.monotonic(), program, position))
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """The last action in words, empty before the first, and the seconds since it began."""
+        if not self._actions:
+            return "", 0.0
+        at_s, program, position = self._actions[-1]
+        name = f"{program.schedule_name} {program.pass_.name}"
+        if position < len(program.program):
+            text = f"in {name}, action {position} ({program.program[position]})"
+        else:
+            text = f"after {name}"
+        return text, time.monotonic() - at_s
+
+    def awaited(self, peer: int, is_recv: bool) -> str:
+        """As in "kv1 kv2": what the transfer with a peer carries that the rank waits for now."""
+        if not self._actions:
+            return ""
+        _, program, position = self._actions[-1]
+        return _awaited(program, position, peer, is_recv)
 
     def lost(self, program: RankProgram, position: int, error: TransferLost) -> TransferTimeout:
         """What to raise for a transfer that was lost in the action at `position`; writes the record."""
-        missing = ", ".join(_missing(program, position, error)) or "its transfers"
+        missing = _missing(program, position, error)
         action = program.program[position]
         sentence = (
             f"rank {self.rank} of the context-parallel group gave up {missing} after {error.waited_s:.1f} s: "
@@ -56,7 +76,7 @@ class FlightRecorder:
             "pass": program.pass_.name,
             "action": str(program.program[position]),
             "waited_s": round(error.waited_s, 3),
-            "peers": list(error.peers),
+            "peer": error.peer,
             "missing": _missing(program, position, error),
             "why": error.why,
             "last_actions": [
@@ -64,7 +84,7 @@ class FlightRecorder:
                     "seconds_ago": round(now_s - at_s, 6),
                     "pass": of.pass_.name,
                     "position": index,
-                    "action": str(of.program[index]),
+                    "action": str(of.program[index]) if index < len(of.program) else "end",
                 }
                 for at_s, of, index in self._actions
             ],
@@ -73,15 +93,17 @@ class FlightRecorder:
         return path
 
 
-def _missing(program: RankProgram, position: int, error: TransferLost) -> list[str]:
-    """As in "kv1 from rank 2": what the lost transfers carry."""
-    step = program.storage.steps[position]
+def _missing(program: RankProgram, position: int, error: TransferLost) -> str:
+    """As in "kv1 from rank 2": what the lost transfer carries."""
+    carried = _awaited(program, position, error.peer, error.is_recv) or "a transfer"
+    return f"{carried} {'from' if error.is_recv else 'to'} rank {error.peer}"
+
+
+def _awaited(program: RankProgram, position: int, peer: int, is_recv: bool) -> str:
+    """The pieces between this rank and a peer in the post that the action at `position` waits for."""
+    step = program.storage.steps[position] if position < len(program.storage.steps) else None
     if not isinstance(step, WaitStep):
-        return []
+        return ""
     post = next(a for a in program.program[:position][::-1] if isinstance(a, Post) and a.key == step.key)
-    return [
-        f"{' '.join(map(str, message.pieces))} {word} rank {message.peer}"
-        for word, messages in (("from", post.recvs), ("to", post.sends))
-        for message in messages
-        if message.peer in error.peers
-    ]
+    messages = post.recvs if is_recv else post.sends
+    return " ".join(str(piece) for message in messages if message.peer == peer for piece in message.pieces)

@@ -73,6 +73,7 @@ class ProgramRun:
         """Runs all actions in order."""
         while not self.is_finished:
             self.step()
+        self.recorder.note(self.plan.compiled, self._position)
 
     def close(self) -> None:
         """Gives the buffers of the operands at home back."""

@@ -24,6 +24,8 @@ from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import BlockSizes, Selection, select_kernel
+from charm_megatron.liveness.process import watch
+from charm_megatron.liveness.standing import Standing
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import Domains
 from charm_megatron.units import bytes_text
@@ -101,6 +103,7 @@ class AttentionRuntime:
         self._machine = machine or Machine()
         self._groups: dict[dist.ProcessGroup, _Group] = {}
         self._is_timed = False
+        watch(self)
 
     def attention(
         self,
@@ -187,6 +190,15 @@ class AttentionRuntime:
     def exposed_s(self) -> float:
         """Seconds that this rank has stood still for transfers since `time_waits`, in all groups."""
         return sum(known.transport.exposed_s for known in self._groups.values())
+
+    @property
+    def standing(self) -> Standing:
+        """What this process does in its groups, asked from another thread: the latest action, and all exchanges."""
+        groups = list(self._groups.values())
+        exchanges = tuple(known.transport.transport.exchange(known.recorder.awaited) for known in groups)
+        doing = [known.recorder.doing for known in groups if known.recorder.doing[0]]
+        text, for_s = min(doing, key=lambda one: one[1], default=("", 0.0))
+        return Standing(text, for_s, exchanges)
 
     @property
     def num_bytes_sent_to_all(self) -> int:

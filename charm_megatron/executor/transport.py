@@ -1,13 +1,15 @@
 """Point-to-point transfers of a group, started together and waited for together."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+from charm_megatron.liveness.standing import Exchange, Waiting
 
 Transfer = tuple[int, Tensor]
 """A rank of the group, and a contiguous byte tensor that goes to it or comes from it."""
@@ -34,23 +36,32 @@ class Transport(Protocol):
 
 
 class TransferLost(RuntimeError):
-    """Transfers have not ended in time, or their peers are gone: `peers` are those, `why` is torch's reason."""
+    """A transfer has not ended in time, or its peer is gone: `peer` is that one, `why` is torch's reason."""
 
-    def __init__(self, peers: Sequence[int], waited_s: float, why: str):
-        super().__init__(f"transfers with ranks {list(peers)} were given up after {waited_s:.1f} s: {why}")
-        self.peers, self.waited_s, self.why = tuple(peers), waited_s, why
+    def __init__(self, peer: int, is_recv: bool, waited_s: float, why: str):
+        word = "from" if is_recv else "to"
+        super().__init__(f"a transfer {word} rank {peer} was given up after {waited_s:.1f} s: {why}")
+        self.peer, self.is_recv, self.waited_s, self.why = peer, is_recv, waited_s, why
+
+
+@dataclass(frozen=True)
+class Way:
+    """One transfer of a post. `number` is how many with this peer, of this kind, were posted before it."""
+
+    peer: int
+    is_recv: bool
+    number: int
 
 
 @dataclass(frozen=True)
 class Posted:
-    """Transfers under way: each has its peer. `blocks_host`: waiting for them stops the host, not a stream."""
+    """Transfers under way. `blocks_host`: waiting for them stops the host, not a stream."""
 
     works: Sequence[dist.Work]
-    peers: Sequence[int]
+    ways: Sequence[Way]
     blocks_host: bool
 
 
-@dataclass
 class GroupTransport:
     """Transfers over a torch process group.
 
@@ -58,35 +69,55 @@ class GroupTransport:
     ncclGroup, `wait` orders the current stream after it, and the deadline is that of the process group's own watchdog.
     """
 
-    group: dist.ProcessGroup
-    deadline_s: float
-    num_bytes_sent: int = 0
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float):
+        self.group, self.deadline_s = group, deadline_s
+        self.num_bytes_sent = 0
+        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._sends, self._recvs = [0] * len(self._ranks), [0] * len(self._ranks)
+        self._waits_for: Way | None = None
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Posted:
         ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in recvs]
         ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         self.num_bytes_sent += sum(x.numel() for _, x in sends)
-        transfers = [*recvs, *sends]
+        ways = [self._way(peer, is_recv=True) for peer, _ in recvs]
+        ways += [self._way(peer, is_recv=False) for peer, _ in sends]
         works = dist.batch_isend_irecv(ops)
         # By the tensors, since a group may have a backend for each kind of device.
-        return Posted(works, [peer for peer, _ in transfers], not any(x.is_cuda for _, x in transfers))
+        return Posted(works, ways, not any(x.is_cuda for _, x in (*recvs, *sends)))
+
+    def _way(self, peer: int, *, is_recv: bool) -> Way:
+        counts = self._recvs if is_recv else self._sends
+        way = Way(peer, is_recv, counts[peer])
+        counts[peer] += 1
+        return way
 
     def wait(self, handle: object) -> None:
-        """Raises `TransferLost` for transfers on the host that do not end in time or fail."""
+        """Raises `TransferLost` for a transfer on the host that does not end in time or fails."""
         assert isinstance(handle, Posted)
-        started_s = time.monotonic()
-        for work in handle.works:
-            if not handle.blocks_host:
+        if not handle.blocks_host:
+            for work in handle.works:
                 work.wait()
-                continue
+            return
+        started_s = time.monotonic()
+        for work, way in zip(handle.works, handle.ways, strict=True):
+            self._waits_for = way
             left_s = max(0.001, started_s + self.deadline_s - time.monotonic())
             try:
                 work.wait(timedelta(seconds=left_s))
             except RuntimeError as error:
-                raise self._lost(handle, time.monotonic() - started_s, error) from error
+                why = str(error).splitlines()[0]
+                raise TransferLost(way.peer, way.is_recv, time.monotonic() - started_s, why) from error
+        self._waits_for = None
 
-    @staticmethod
-    def _lost(handle: Posted, waited_s: float, error: RuntimeError) -> TransferLost:
-        pairs = zip(handle.works, handle.peers, strict=False)
-        peers = sorted({peer for work, peer in pairs if not work.is_completed() or not work.is_success()})
-        return TransferLost(peers, waited_s, str(error).splitlines()[0])
+    def exchange(self, what: Callable[[int, bool], str]) -> Exchange:
+        """What was posted, and what is waited for; `what(peer, is_recv)` puts that in words.
+
+        On NCCL the host does not wait, so nothing is said of that.
+        """
+        way = self._waits_for
+        waiting = None
+        if way is not None:
+            words = what(way.peer, way.is_recv)
+            waiting = Waiting(self._ranks[way.peer], way.is_recv, way.number, words)
+        return Exchange(self._ranks, tuple(self._sends), tuple(self._recvs), waiting)

@@ -6,13 +6,17 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from multiprocessing.connection import wait
 from typing import Any
 
 from charm_megatron.errors import InvalidInput, LaunchError, TransferTimeout
+from charm_megatron.liveness.beats import SILENT_S
+from charm_megatron.liveness.root import Root, dead_link, find_root
+from charm_megatron.liveness.standing import Standing
 from charm_megatron.processes.failure import KILLED, Failure, failure_by_exit
 
 GATHER_S = 2.0
@@ -24,8 +28,18 @@ TERMINATE_S = 3.0
 POLL_S = 0.5
 """An end may go unnoticed where a process that the rank has started holds its pipes open: hence a look now and then."""
 
+PAUSE_S = 2.0
+"""Between two looks at the ranks: the starter itself was stopped, and has no right to call others silent."""
+
 OnReport = Callable[[int, Any], None]
 """Called with a rank and what it reports."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank lives, and does this."""
+
+    standing: Standing
 
 
 class RankProcess(ABC):
@@ -38,6 +52,10 @@ class RankProcess(ABC):
         self.is_finished = False
         """Whether it has done what it was started for."""
         self.result: Any = None
+        self.standing: Standing | None = None
+        """What it said last of what it does; None where it says nothing of that."""
+        self.heard_at_s: float | None = None
+        """When it last beat or reported, by the monotonic clock; None before the first time."""
 
     @property
     @abstractmethod
@@ -85,34 +103,43 @@ def run_to_end(
     *,
     timeout_s: float | None = None,
     leave_s: float | None = None,
+    silence_s: float | None = None,
 ) -> list[RankProcess]:
     """Starts the ranks and returns them when all have ended; no process of theirs is left, in any case.
 
-    With `leave_s` ranks are done when all have finished; they then have so long to end, in whatever way. Raises
-    `InvalidInput` where a rank says so, `LaunchError` where one fails otherwise, `TransferTimeout` after `timeout_s`,
-    `KeyboardInterrupt` for Ctrl-C.
+    With `leave_s` ranks are done when all have finished; they then have so long to end, in whatever way. With
+    `silence_s` a rank fails that has beaten, and then not for so long. Raises `InvalidInput` where a rank says so,
+    `LaunchError` where one fails otherwise, which names the rank or the link that kept the others waiting;
+    `TransferTimeout` after `timeout_s`, `KeyboardInterrupt` for Ctrl-C.
     """
     started: list[RankProcess] = []
     try:
         with _interrupts_as_bytes() as interrupts:
             # extend() keeps those that were started when a later one fails to start.
             started.extend(start(rank) for rank in ranks)
-            _follow(started, on_report, interrupts, inf if timeout_s is None else timeout_s, leave_s)
+            limits = _Limits(timeout_s or inf, leave_s, silence_s or inf)
+            _follow(started, on_report, interrupts, limits)
     finally:
         _end(started)
     return started
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """Seconds, as `run_to_end` takes them."""
+
+    timeout_s: float
+    leave_s: float | None
+    silence_s: float
+
+
 def _follow(
-    ranks: Sequence[RankProcess],
-    on_report: OnReport,
-    interrupts: socket.socket,
-    timeout_s: float,
-    leave_s: float | None,
+    ranks: Sequence[RankProcess], on_report: OnReport, interrupts: socket.socket, limits: _Limits
 ) -> None:
-    """Returns when all ranks have ended or finished; raises for the first that failed."""
+    """Returns when all ranks have ended or finished; raises for the one that failed first, or that is to blame."""
     running = list(ranks)
-    deadline_s = time.monotonic() + timeout_s
+    looked_at_s = time.monotonic()
+    deadline_s = looked_at_s + limits.timeout_s
     is_settled = False  # what the outcome is
     while running and (left_s := deadline_s - time.monotonic()) > 0:
         ready = wait([interrupts, *(s for rank in running for s in rank.sources)], min(POLL_S, left_s))
@@ -122,37 +149,89 @@ def _follow(
         ended = [rank for rank in running if rank.exit_code is not None]
         for rank in running:
             rank.receive(on_report)
-        may_leave = leave_s is not None and all(rank.is_finished for rank in ranks)
+        may_leave = limits.leave_s is not None and all(rank.is_finished for rank in ranks)
         for rank in ended:
             running.remove(rank)
             if not may_leave:
                 rank.note_exit()
-        if not is_settled and (may_leave or any(rank.failure for rank in ranks)):
+        looked_at_s = _looked(running, looked_at_s)
+        is_silent = bool(_silent(running, limits.silence_s))
+        if not is_settled and (may_leave or is_silent or any(rank.failure for rank in ranks)):
             is_settled = True
-            deadline_s = time.monotonic() + (leave_s if may_leave and leave_s is not None else GATHER_S)
-    failed = [rank for rank in ranks if rank.failure]
+            patience_s = 0.0 if is_silent else GATHER_S
+            deadline_s = time.monotonic() + (limits.leave_s or 0.0 if may_leave else patience_s)
+    if error := _outcome(ranks, running, is_settled, limits):
+        raise error
+
+
+def _looked(running: Sequence[RankProcess], before_s: float) -> float:
+    """When the ranks are looked at; where the last time is long ago, they could not be heard in between."""
+    now_s = time.monotonic()
+    if now_s - before_s > PAUSE_S:
+        for rank in running:
+            rank.heard_at_s = now_s if rank.heard_at_s is not None else None
+    return now_s
+
+
+def _silent(running: Iterable[RankProcess], longest_s: float) -> dict[int, float]:
+    """Ranks that have not been heard of for longer, and for how long."""
+    now_s = time.monotonic()
+    return {
+        rank.rank: now_s - rank.heard_at_s
+        for rank in running
+        if rank.heard_at_s is not None and not rank.is_finished and now_s - rank.heard_at_s > longest_s
+    }
+
+
+def _outcome(
+    ranks: Sequence[RankProcess], running: Sequence[RankProcess], is_settled: bool, limits: _Limits
+) -> Exception | None:
+    failed = sorted((rank for rank in ranks if rank.failure), key=_blame)
+    standings = {rank.rank: rank.standing for rank in ranks if rank.standing is not None}
     if failed:
-        raise _error(min(failed, key=_blame))
+        first = failed[0]
+        assert first.failure is not None, "it has failed"
+        root = None
+        has_words = first.exit_code is None or first.exit_code >= 0
+        if has_words and first.failure.is_lost_peer:
+            root = find_root(standings, _silent(running, SILENT_S)) or dead_link(_dead(failed), standings)
+        return _error(_speaker(failed, root), root)
+    if root := find_root(standings, silent) if (silent := _silent(running, limits.silence_s)) else None:
+        return LaunchError(root.sentence)
     if running and not is_settled:
         numbers = ", ".join(str(rank.rank) for rank in running)
-        raise TransferTimeout(f"ranks {numbers} have not ended after {timeout_s:g} s")
+        return TransferTimeout(f"ranks {numbers} have not ended after {limits.timeout_s:g} s")
+    return None
 
 
-def _blame(rank: RankProcess) -> tuple[bool, float]:
+def _dead(failed: Iterable[RankProcess]) -> list[tuple[int, tuple[str, ...]]]:
+    """Ranks whose connections the kernel gave up, and the addresses of the other ends."""
+    found = ((rank.rank, rank.failure.dead_addresses) for rank in failed if rank.failure)
+    return [(rank, addresses) for rank, addresses in found if addresses]
+
+
+def _speaker(failed: Sequence[RankProcess], root: Root | None) -> RankProcess:
+    """Whose words to show: those of a rank that is to blame, if it said any."""
+    blamed = [rank for rank in failed if root and rank.rank in root.ranks]
+    return (blamed or failed)[0]
+
+
+def _blame(rank: RankProcess) -> tuple[bool, bool, float]:
     """Sorts the rank whose failure caused those of the others first.
 
     The peers of a rank that was killed notice a lost connection, at almost the same time. Nothing that
     happens to a peer makes anybody kill a rank.
     """
     assert rank.failure is not None, "only ranks that failed are compared"
-    return rank.exit_code not in KILLED, rank.failure.time_s
+    return rank.exit_code not in KILLED, rank.failure.is_lost_peer, rank.failure.time_s
 
 
-def _error(rank: RankProcess) -> Exception:
+def _error(rank: RankProcess, root: Root | None) -> Exception:
     failure = rank.failure
     assert failure is not None, "only ranks that failed are reported"
     if not failure.is_invalid_input:
-        return LaunchError(f"{rank.name} failed: {failure.message}{rank.last_words()}")
+        because = f"{root.sentence}; " if root else ""
+        return LaunchError(f"{because}{rank.name} failed: {failure.message}{rank.last_words()}")
     error = InvalidInput(failure.message)
     error.add_note(f"raised on {rank.name}:\n{failure.traceback}")
     return error

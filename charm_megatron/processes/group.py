@@ -9,6 +9,7 @@ from typing import Any
 from charm_megatron.log import Log, silent
 from charm_megatron.processes.follow import RankProcess, run_to_end
 from charm_megatron.processes.ports import free_port
+from charm_megatron.processes.sockets import LATER_S, give_up_dead_links
 from charm_megatron.processes.start import Report, start_rank
 
 LEAVE_S = 10.0
@@ -35,23 +36,28 @@ def run_in_group(
     meeting: Meeting | None = None,
     log: Log = silent,
     timeout_s: float | None = None,
+    deadline_s: float | None = None,
 ) -> list[Any]:
     """Returns `function(log, rank, num_ranks, *args)` of all ranks. CPU only.
 
     Ranks are forked from this process, which best has imported torch already, and made no CUDA context. `log` gets
-    what rank 0 logs. Raises what `run_to_end` raises.
+    what rank 0 logs. `deadline_s`: how long a rank may be silent, or a link carry nothing. Raises what `run_to_end`
+    raises.
     """
     meeting = meeting or Meeting()
     port = meeting.port or free_port()
 
     def start(rank: int) -> RankProcess:
-        all_args = (function, rank, num_ranks, args, meeting, port)
+        all_args = (function, rank, num_ranks, args, meeting, port, deadline_s)
         return start_rank(rank, _in_group, all_args, enter=meeting.enter, leave=_leave_group)
 
     def on_report(rank: int, line: Any) -> None:
         log(line)
 
-    ranks = run_to_end(start, range(num_ranks), on_report, timeout_s=timeout_s, leave_s=LEAVE_S)
+    silence_s = None if deadline_s is None else deadline_s + LATER_S
+    ranks = run_to_end(
+        start, range(num_ranks), on_report, timeout_s=timeout_s, leave_s=LEAVE_S, silence_s=silence_s
+    )
     return [rank.result for rank in ranks]
 
 
@@ -63,6 +69,7 @@ def _in_group(
     args: tuple[Any, ...],
     meeting: Meeting,
     port: int,
+    deadline_s: float | None,
 ) -> Any:
     import torch
     import torch.distributed as dist
@@ -73,6 +80,8 @@ def _in_group(
     dist.init_process_group(
         "gloo", init_method=f"tcp://{meeting.address}:{port}", rank=rank, world_size=num_ranks
     )
+    if deadline_s is not None:
+        give_up_dead_links(deadline_s)
     return function(report if rank == 0 else silent, rank, num_ranks, *args)
 
 

@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from charm_megatron.liveness.beats import heartbeats
 from charm_megatron.processes.failure import Failure, failure_of
-from charm_megatron.processes.follow import OnReport, RankProcess
+from charm_megatron.processes.follow import Beat, OnReport, RankProcess
 from charm_megatron.processes.output import last_lines_of, redirect_output
 from charm_megatron.processes.server import ForkServer
 
@@ -96,8 +98,11 @@ class _FunctionRank(RankProcess):
         try:
             while self._may_report and self._reports.poll():
                 report = pickle.loads(self._reports.recv_bytes())
+                self.heard_at_s = time.monotonic()
                 if isinstance(report, Failure):
-                    self.failure = report
+                    self.failure, self.standing = report, report.standing
+                elif isinstance(report, Beat):
+                    self.standing = report.standing
                 elif isinstance(report, _Finished):
                     self.is_finished, self.result = True, report.result
                 else:
@@ -132,9 +137,13 @@ def _main(
     """Entry point of a rank's process; exits with 0 or 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    lock = threading.Lock()
+
     def send(report: Any) -> None:
         # By value: with `sender.send` torch would share tensors through this process, which is about to end.
-        sender.send_bytes(pickle.dumps(report))
+        pickled = pickle.dumps(report)
+        with lock:
+            sender.send_bytes(pickled)
 
     try:
         if enter is not None:
@@ -142,9 +151,10 @@ def _main(
         _lead_group_that_ends_with_parent()
         if log is not None:
             redirect_output(log)
-        send(_Finished(function(send, *args)))
-        if leave is not None:
-            leave()
+        with heartbeats(lambda standing: send(Beat(standing))):
+            send(_Finished(function(send, *args)))
+            if leave is not None:
+                leave()
     except BaseException as error:
         if log is not None:
             traceback.print_exc()

@@ -12,6 +12,8 @@ from charm_megatron.config import RunConfig
 from charm_megatron.errors import ConfigError, InvalidInput
 from charm_megatron.mcore.compat import require_pretraining
 from charm_megatron.processes.environment import launched_rank, require_meeting_point
+from charm_megatron.processes.job import job_heartbeats
+from charm_megatron.processes.orphans import end_forks_with_this_process
 from charm_megatron.topology.from_launcher import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
 from charm_megatron.train.pretrain import Summary, summarize
@@ -61,7 +63,9 @@ def run_as_rank(
                 say(sentence)
         from charm_megatron.train.job import run_rank
 
-        run_rank(RankJob(config, folder, facts.argv), _ignore)
+        end_forks_with_this_process()
+        with job_heartbeats(environment, config.charm.deadline_s):
+            run_rank(RankJob(config, folder, facts.argv), _ignore)
         return summarize(folder, config) if rank == world_size - 1 else None
 
 

@@ -17,6 +17,7 @@ from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.compat import wheel_repairs
 from charm_megatron.mcore.install import charm_attention_installed
 from charm_megatron.mcore.logger import numbers_in_megatron_logs
+from charm_megatron.processes.sockets import give_up_dead_links
 from charm_megatron.train.arguments import command_line
 from charm_megatron.train.data import TextFolder, build_dataset, check_size
 from charm_megatron.train.device import initialize_groups, stand_in_for_cuda
@@ -51,6 +52,8 @@ def run_rank(job: RankJob, emit: Emit) -> None:
         stack.enter_context(command_line(list(job.argv)))
         args = parse_and_validate_args()
         initialize_groups(args)
+        if not torch.cuda.is_available():
+            give_up_dead_links(charm.deadline_s)
         if args.rank == args.world_size - 1:
             recorder = Recorder(partial(_record, job.folder, emit), args.seq_length)
             stack.enter_context(recorder.listening())

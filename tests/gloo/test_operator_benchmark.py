@@ -173,7 +173,7 @@ def sleep(log, rank, num_ranks):
     print(os.getpid(), flush=True)
     time.sleep(600)
 
-run_on_ranks(sleep, Cluster(1, 2))
+run_on_ranks(sleep, Cluster(1, 2), deadline_s=60)
 """
 
 
@@ -240,7 +240,7 @@ def fail_on_one(log, rank, num_ranks):
 
 def test_a_rank_that_fails_ends_the_benchmark_with_its_words():
     with pytest.raises(LaunchError, match=r"(?s)rank 1 failed: .*no luck"):
-        run_on_ranks(fail_on_one, CLUSTER)
+        run_on_ranks(fail_on_one, CLUSTER, deadline_s=60)
 
 
 def test_a_mask_under_which_most_pairs_of_ranks_have_no_block_is_timed_and_right():

@@ -20,7 +20,7 @@ from charm_megatron.cli.options import (
     option,
 )
 from charm_megatron.errors import ConfigError, InvalidInput, nearest
-from charm_megatron.limits import MOST_RANKS, MOST_REPETITIONS, MOST_TOKENS
+from charm_megatron.limits import MOST_DEADLINE_S, MOST_RANKS, MOST_REPETITIONS, MOST_TOKENS
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 if TYPE_CHECKING:
@@ -103,6 +103,14 @@ def operator_command(
     warm_up: Annotated[
         int, option("Repetitions before them.", MEASUREMENT, callback=between(0, MOST_REPETITIONS))
     ] = 1,
+    deadline: Annotated[
+        float,
+        option(
+            "Longest that a transfer may take, a rank be silent or a link carry nothing, in seconds.",
+            MEASUREMENT,
+            callback=between(0.1, MOST_DEADLINE_S),
+        ),
+    ] = 60.0,
     json_file: options.JsonRows = None,
     csv_file: Annotated[Path | None, option("Write rows as CSV.", OUTPUT, "--csv", metavar="FILE")] = None,
     picture: Annotated[
@@ -148,6 +156,7 @@ def operator_command(
                     "fuse": fuse,
                     "out_return_dtype": out_return_dtype,
                     "grad_return_dtype": grad_return_dtype,
+                    "deadline_s": deadline,
                 }
             ),
             repetitions=repetitions,
