@@ -16,6 +16,9 @@ def pytest_addoption(parser):
         help="examples for each reader of test_bounded_input.py; others each time",
     )
     parser.addoption(
+        "--mutants", type=int, metavar="N", help="mutants of each case of test_mutants.py; others each time"
+    )
+    parser.addoption(
         "--exhaustive", action="store_true", help="check all planners in all their programs; hours"
     )
 
