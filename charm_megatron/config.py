@@ -9,6 +9,7 @@ counts: configs of one model on other lengths, or the rows of a table. `variant=
 """
 
 import types
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -168,6 +169,8 @@ def read_mapping(path: Path, content: str) -> dict[str, Any]:
     """The YAML mapping in a file; `content` says of what, for errors. Raises `ConfigError` when there is none."""
     name = f"configuration {path_text(path)}"
     data = parse_yaml(read_text(path, name, MOST_YAML_BYTES, ConfigError), name, ConfigError)
+    if data is None:
+        raise ConfigError(f"{name} is empty; it needs a mapping of {content}")
     if not isinstance(data, dict):
         raise ConfigError(f"{name} is not a mapping of {content} but {type(data).__name__}")
     return data
@@ -239,6 +242,18 @@ def _key_text(key: str) -> str:
     return shortened(key, MOST_QUOTED_CHARACTERS)
 
 
+_KINDS = {
+    "model_type": "input should be a mapping of keys to values",
+    "path_type": "input should be a path",
+}
+"""Where pydantic's own words name classes of Python."""
+
+
+def _message(problem: Mapping[str, Any]) -> str:
+    words: str = _KINDS.get(problem["type"], problem["msg"])
+    return words.lower()
+
+
 def _first_problem(model: type[Section], error: ValidationError) -> str:
     problem, *others = error.errors()
     where = ".".join(str(part) for part in problem["loc"])
@@ -250,9 +265,9 @@ def _first_problem(model: type[Section], error: ValidationError) -> str:
     if len(problem["loc"]) > 1 and any(other["loc"][:-1] == problem["loc"][:-1] for other in others):
         # A value of several types: what follows its name says which of them is meant.
         where = ".".join(str(part) for part in problem["loc"][:-1])
-        same = [x["msg"] for x in (problem, *others) if x["loc"][:-1] == problem["loc"][:-1]]
-        return f"{_key_text(where)}: {', or '.join(same).lower()}, but is {quoted(problem['input'])}"
-    return f"{_key_text(where)}: {problem['msg'].lower()}, but is {quoted(problem['input'])}"
+        same = [_message(x) for x in (problem, *others) if x["loc"][:-1] == problem["loc"][:-1]]
+        return f"{_key_text(where)}: {', or '.join(same)}, but is {quoted(problem['input'])}"
+    return f"{_key_text(where)}: {_message(problem)}, but is {quoted(problem['input'])}"
 
 
 def _known_keys(root: type[Section], parents: list[str]) -> list[str]:

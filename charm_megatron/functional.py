@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.config import CharmConfig, parse_section
-from charm_megatron.errors import WorkloadError
+from charm_megatron.errors import WorkloadError, quoted
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.executor.groups import group_place
+from charm_megatron.reading import is_whole
 from charm_megatron.sharding import Sharding, make_sharding
 from charm_megatron.workload import Mask
 
@@ -82,7 +83,7 @@ def shard(
     `documents` are the lengths of a packed sequence, which the layout `document_zigzag` cuts one by one. Raises
     `WorkloadError` for a length that the layout cannot split.
     """
-    sharding, rank = _sharding(x.shape[dim], group, layout, documents)
+    sharding, rank = _sharding(_length(x, dim), group, layout, documents)
     return x.index_select(dim, _tokens(sharding, rank).to(x.device))
 
 
@@ -99,7 +100,7 @@ def unshard(
     Collective over `group`; carries no gradient.
     """
     _, _, size = group_place(group)
-    sharding, _ = _sharding(x.shape[dim] * size, group, layout, documents)
+    sharding, _ = _sharding(_length(x, dim) * size, group, layout, documents)
     part = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(part) for _ in range(size)]
     dist.all_gather(parts, part, group=group)
@@ -128,6 +129,15 @@ def positions(
         starts = stops - torch.tensor(documents)
         tokens = tokens - starts[torch.searchsorted(stops, tokens, right=True)]
     return tokens.to(device)
+
+
+def _length(x: Tensor, dim: int) -> int:
+    """The length of `x` along `dim`. Raises `WorkloadError` where there is no such dimension, or no tensor."""
+    if not isinstance(x, Tensor):
+        raise WorkloadError(f"a sequence to split is a tensor, but is {type(x).__name__}")
+    if not is_whole(dim) or not -x.dim() <= dim < x.dim():
+        raise WorkloadError(f"dim {quoted(dim)} is no dimension of a tensor of shape {list(x.shape)}")
+    return x.shape[dim]
 
 
 def _sharding(seq_len: int, group: Group, layout: str, documents: tuple[int, ...]) -> tuple[Sharding, int]:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Hashable
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,16 @@ _JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 # ---------------------------------------------------------------------- numbers and files
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value that a program passes is a whole number. True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value that a program passes is a real number. True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(text: str, most: int) -> int | None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from charm_megatron.errors import PlanError, WorkloadError, nearest, quoted
 from charm_megatron.limits import MOST_CHUNKS, MOST_RANKS, MOST_TOKENS
+from charm_megatron.reading import is_whole
 
 
 @dataclass(frozen=True)
@@ -165,16 +166,29 @@ LAYOUTS: Mapping[str, _Layout] = {
 }
 
 
+def require_layout(layout: str) -> None:
+    """Raises `PlanError` for what is no layout's name."""
+    if not isinstance(layout, str):
+        raise PlanError(
+            f"a layout is one of {', '.join(LAYOUTS)}, but is {type(layout).__name__} {quoted(layout)}"
+        )
+    if layout not in LAYOUTS:
+        raise PlanError(f"unknown layout {quoted(layout)}{nearest(layout, LAYOUTS)}")
+
+
 def make_sharding(layout: str, cp_size: int, seq_len: int, documents: tuple[int, ...] = ()) -> Sharding:
     """Splits `seq_len` tokens over `cp_size` ranks; `documents` are the lengths of a packed sequence.
 
     Raises `PlanError` for an unknown layout and `WorkloadError` for lengths that do not divide.
     """
-    if layout not in LAYOUTS:
-        raise PlanError(f"unknown layout {quoted(layout)}{nearest(layout, LAYOUTS)}")
+    require_layout(layout)
     if not 1 <= cp_size <= MOST_RANKS:
         bound = "at least 1 rank" if cp_size < 1 else f"at most {MOST_RANKS} ranks"
         raise PlanError(f"a context-parallel group has {bound}, but cp_size is {quoted(cp_size)}")
+    if not is_whole(seq_len):
+        raise WorkloadError(
+            f"seq_len is a whole number of tokens, but is {type(seq_len).__name__} {quoted(seq_len)}"
+        )
     if seq_len > MOST_TOKENS:
         raise WorkloadError(f"a sequence has at most {MOST_TOKENS} tokens, but seq_len is {quoted(seq_len)}")
     if documents and sum(documents) != seq_len:
@@ -186,7 +200,7 @@ def make_sharding(layout: str, cp_size: int, seq_len: int, documents: tuple[int,
         if length < 1 or length % multiple:
             what = "document" if len(lengths) > 1 else "sequence"
             below = length - length % multiple
-            near = f"{below} or {below + multiple}" if below else str(multiple)
+            near = f"{below} or {below + multiple}" if below > 0 else str(multiple)
             raise WorkloadError(
                 f"{what} length {length} does not divide over {cp_size} ranks in {layout} layout: "
                 f"it must be a multiple of {multiple}, such as {near}"

@@ -15,7 +15,7 @@ from charm_megatron.limits import (
     MOST_MASK_CHARACTERS,
     MOST_TOKENS,
 )
-from charm_megatron.reading import whole_number
+from charm_megatron.reading import is_number, is_whole, whole_number
 
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,6 +73,12 @@ class Mask:
     documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for reach in (self.left, self.right):
+            if reach is not None and not is_whole(reach):
+                raise WorkloadError(
+                    f"a window reaches a whole number of tokens, or None, but is {type(reach).__name__} "
+                    f"{quoted(reach)}"
+                )
         if (self.left is not None and self.left < 0) or (self.right is not None and self.right < 0):
             raise WorkloadError(
                 f"a window reaches 0 or more tokens to either side, but is {quoted(str(self))}"
@@ -86,6 +92,8 @@ class Mask:
             raise WorkloadError(
                 f"a sequence has at most {MOST_DOCUMENTS} documents, but there are {len(self.documents)}"
             )
+        if not all(is_whole(length) for length in self.documents):
+            raise WorkloadError(f"documents are whole numbers of tokens, but are {quoted(self.documents)}")
         if any(length < 1 for length in self.documents):
             raise WorkloadError(f"documents have at least 1 token, but are {quoted(self.documents)}")
         if sum(self.documents) > MOST_TOKENS or any(
@@ -181,6 +189,10 @@ def as_mask(mask: Mask | str) -> Mask:
 
 def require_softmax_scale(scale: float) -> None:
     """Raises `WorkloadError` for a scale with which a softmax makes no sense: not positive, or not finite."""
+    if not is_number(scale):
+        raise WorkloadError(
+            f"softmax_scale is a number, but is {type(scale).__name__} {quoted(scale)}; None is 1 / sqrt(head_dim)"
+        )
     if not 0 < scale < math.inf:
         raise WorkloadError(
             f"softmax_scale must be positive and finite, but is {scale!r}; None is 1 / sqrt(head_dim)"
@@ -217,6 +229,10 @@ class Workload:
     def __post_init__(self) -> None:
         for name, most in _MOST_OF_SIZE.items():
             value = getattr(self, name)
+            if not is_whole(value):
+                raise WorkloadError(
+                    f"{name} must be a whole number, but is {type(value).__name__} {quoted(value)}"
+                )
             if not 1 <= value <= most:
                 bound = "at least 1" if value < 1 else f"at most {most}"
                 raise WorkloadError(f"{name} must be {bound}, but is {quoted(value)}")
@@ -224,6 +240,11 @@ class Workload:
             raise WorkloadError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
                 f"num_heads must be a multiple of num_kv_heads"
+            )
+        if not isinstance(self.mask, Mask):
+            raise WorkloadError(
+                f"the mask of a workload is a Mask, but is {type(self.mask).__name__} {quoted(self.mask)}; "
+                f"parse_mask reads words"
             )
         if self.dtype not in ITEMSIZE_BYTES:
             *others, last = ITEMSIZE_BYTES

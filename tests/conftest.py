@@ -19,6 +19,13 @@ def pytest_addoption(parser):
         "--faults", type=int, metavar="N", help="faults that tests/faults puts into jobs; some 25 s each"
     )
     parser.addoption(
+        "--mutants", type=int, metavar="N", help="mutants of each case of test_mutants.py; others each time"
+    )
+    parser.addoption(
+        "--leaks", type=int, metavar="N", help="groups, and lengths, that test_leaks.py goes through"
+    )
+    parser.addoption("--soak", type=int, metavar="N", help="steps of test_soak.py")
+    parser.addoption(
         "--exhaustive", action="store_true", help="check all planners in all their programs; hours"
     )
 

@@ -38,7 +38,6 @@ def check_command(
     from charm_megatron.cli.plan_request import PlanRequest
     from charm_megatron.cli.schedule_tables import check_table
     from charm_megatron.compile import is_schedule_file
-    from charm_megatron.files import exists
     from charm_megatron.reading import STANDARD_INPUT
     from charm_megatron.schedule.json_form import load_schedule
     from charm_megatron.verify.programs import check_schedule
@@ -48,8 +47,6 @@ def check_command(
         loaded = load_schedule(Path(schedule))
         _require_as_asked("standard input" if schedule == STANDARD_INPUT else schedule, loaded, request)
         name, schedules = loaded.name, loaded.schedules
-    elif Path(schedule).suffix and exists(Path(schedule)):
-        raise InvalidInput(f"{schedule} is not a schedule file: their names end in .json")
     else:
         plan = request.complete([schedule]).plan(schedule)
         name, schedules = plan.name, plan.schedules

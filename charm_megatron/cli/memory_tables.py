@@ -5,6 +5,7 @@ from rich.table import Table
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.memory import AttentionMemory, attention_memory
+from charm_megatron.errors import InvalidInput
 from charm_megatron.paper.equations import memory_bytes
 from charm_megatron.paper.table_3 import NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3
 from charm_megatron.topology import Domains, even_domains
@@ -17,10 +18,18 @@ MOST_RANKS = 64
 
 
 def domains_for(known: Domains | None, cp_size: int, ranks_per_node: int | None) -> Domains:
-    """The domains of a group, those that are `known` unless `ranks_per_node` is given."""
+    """The domains of a group, those that are `known` unless `ranks_per_node` is given.
+
+    Raises `InvalidInput` where the ranks of a larger group do not fill nodes of so many.
+    """
     if ranks_per_node is None and known is not None:
         return known
     size = DEFAULT_RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
+    if ranks_per_node is not None and cp_size > size and cp_size % size:
+        raise InvalidInput(
+            f"--ranks-per-node {size}: {cp_size} context-parallel ranks do not fill nodes of so many; "
+            f"a divisor of {cp_size} would work"
+        )
     return even_domains(cp_size, max(1, cp_size // size))
 
 

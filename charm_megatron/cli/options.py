@@ -68,6 +68,14 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def schedule_names(text: str) -> tuple[str, ...]:
+    """The schedules of a list with commas. Raises `InvalidInput` for none."""
+    names = listed(text)
+    if not names:
+        raise InvalidInput(f"--schedules {quoted(text)} names no schedule; give some, such as ring,charm")
+    return names
+
+
 # ---------------------------------------------------------------------- group
 
 Nodes = Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from charm_megatron.cli import options
 from charm_megatron.cli.options import MODEL, OUTPUT, SCHEDULE, one_of, option
-from charm_megatron.errors import InvalidInput
+from charm_megatron.errors import InvalidInput, quoted
 from charm_megatron.paper.table_2 import H100
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
@@ -119,7 +119,11 @@ def plan_command(
 
 
 def _names(schedule: str | None, compare: str | None) -> tuple[str, ...]:
+    from charm_megatron.compile import is_schedule_file
+
     names = options.listed(compare or "") if schedule is None else (schedule,)
     if (schedule is None) == (compare is None) or not names:
         raise InvalidInput("give either --schedule NAME or --compare NAME,NAME,..")
+    if schedule is not None and len(options.listed(schedule)) > 1 and not is_schedule_file(schedule):
+        raise InvalidInput(f"--schedule takes one name, but is {quoted(schedule)}; --compare takes several")
     return names

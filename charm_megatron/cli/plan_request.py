@@ -7,6 +7,7 @@ from pathlib import Path
 from charm_megatron.compile import Plan, compile_attention, is_schedule_file
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import InvalidInput
+from charm_megatron.files import exists
 from charm_megatron.schedule.json_form import load_schedule
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.topology import Domains, even_domains
@@ -41,12 +42,17 @@ class PlanRequest:
 
         Raises a kind of `InvalidInput` for what cannot be.
         """
+        for name in schedules:
+            if Path(name).suffix and not is_schedule_file(name) and exists(Path(name)):
+                raise InvalidInput(f"{name} is not a schedule file: their names end in .json")
         files = [name for name in schedules if is_schedule_file(name)]
         if len(files) == len(schedules):
             self._require_nothing_for_planners(files[0])
         known = load_schedule(Path(files[0])).problem if files else None
         domains, mask = self._domains(known), self._mask(known)
-        layout = self.layout or (LAYOUT if known is None else known.sharding.layout)
+        layout = self.layout
+        if layout is None:
+            layout = LAYOUT if known is None else known.sharding.layout
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         workload = Workload(
             self.batch,

@@ -134,6 +134,8 @@ class ProgramRun:
         return self.held.take(recv.buffer).memory
 
     def _compute(self, step: AttendStep) -> None:
+        # Kernels see only what is left of a band after trimming, so they cannot tell.
+        assert not (step.action.causal and step.action.band), "a rectangle is causal or a band, not both"
         for number in step.takes:
             self.held.take(number)
         q, kv = Operand(*self.held.operand(step.q)), Operand(*self.held.operand(step.kv))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from charm_megatron.compile import Plan, compile_attention
 from charm_megatron.config import CharmConfig
-from charm_megatron.errors import WorkloadError
+from charm_megatron.errors import ConfigError, WorkloadError, quoted
 from charm_megatron.executor.agreement import require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.buffers import BufferPool
@@ -27,6 +27,7 @@ from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.liveness.process import watch
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.schedule.passes import DIRECTIONS
+from charm_megatron.sharding import require_layout
 from charm_megatron.topology import Domains
 from charm_megatron.units import bytes_text
 from charm_megatron.workload import CAUSAL, Mask, Workload, as_mask, require_softmax_scale
@@ -99,6 +100,11 @@ class AttentionRuntime:
     """
 
     def __init__(self, config: CharmConfig, machine: Machine | None = None):
+        if not isinstance(config, CharmConfig):
+            raise ConfigError(
+                f"a runtime takes a CharmConfig, but got {type(config).__name__} {quoted(config)}; "
+                f"AttentionRuntime(CharmConfig(schedule=..)) would work"
+            )
         self.config = config
         self._machine = machine or Machine()
         self._groups: dict[dist.ProcessGroup, _Group] = {}
@@ -138,6 +144,7 @@ class AttentionRuntime:
     ) -> tuple[Tensor, Tensor]:
         """As `attention`, and lse [s, b, h] in float32 (float64 for float64), which carries no gradient."""
         group, _, cp_size = group_place(group)
+        require_layout(layout)
         workload = _workload(q, k, v, cp_size, as_mask(mask))
         scale = workload.softmax_scale if softmax_scale is None else softmax_scale
         require_softmax_scale(scale)
@@ -257,6 +264,9 @@ def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Work
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise WorkloadError(f"attention takes tensors, but {name} is {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided or x.device.type == "meta":
+            kind = "nested" if x.is_nested else "without data (meta)" if x.device.type == "meta" else x.layout
+            raise WorkloadError(f"attention takes dense tensors, but {name} is {kind}")
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise WorkloadError(f"attention takes tensors [tokens, batch, heads, width], but got {shapes}")

@@ -142,16 +142,20 @@ def from_json(data: Mapping[str, Any], source: str) -> ScheduleFile:
 
     Raises `ScheduleSyntaxError` for what is not that form, and what the parts of it raise.
     """
+    if data.get("format") != FORMAT:
+        said = f"its format is {quoted(data['format'])}" if "format" in data else "it has no key 'format'"
+        raise ScheduleSyntaxError(
+            f"{source} is no schedule: {said}, where `charm-megatron plan --json` writes {FORMAT!r}"
+        )
     try:
         read = _File.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = shortened(".".join(map(str, first["loc"])) or "the file", MOST_QUOTED_CHARACTERS)
         raise ScheduleSyntaxError(f"{source}: {where}: {first['msg'].lower()}") from error
-    if (read.format, read.version) != (FORMAT, VERSION):
+    if read.version != VERSION:
         raise ScheduleSyntaxError(
-            f"{source} is {quoted(read.format)} version {quoted(read.version)}, "
-            f"but {FORMAT!r} version {VERSION} is read"
+            f"{source} is {FORMAT!r} version {quoted(read.version)}, but version {VERSION} is read"
         )
     _require_complete(read, source)
     problem = read.problem.build()

@@ -4,6 +4,7 @@ For two hosts behind one NVLink switch, and a host whose NUMA nodes are domains 
 `domains: [[node1, node2], [node3:0], [node3:1]]`.
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,4 +29,14 @@ def parse_groups(text: str, source: str) -> Groups:
             f"{source} is not one key, domains, with a list of lists of hosts, such as "
             f"domains: [[node1, node2], [node3:0], [node3:1]]"
         )
-    return tuple(tuple(parse_place(str(word)) for word in group) for group in groups)
+    read = tuple(tuple(parse_place(str(word)) for word in group) for group in groups)
+    if not all(read):
+        raise TopologyError(
+            f"{source}: domain {read.index(()) + 1} of {len(read)} lists no host; leave it out"
+        )
+    for place, times in Counter(place for group in read for place in group).items():
+        if times > 1:
+            raise TopologyError(
+                f"{source} lists {place} {times} times; name each host, or each HOST:NUMA, once"
+            )
+    return read

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from charm_megatron.errors import ConfigError
+from charm_megatron.errors import MOST_MESSAGE_CHARACTERS, ConfigError, shortened
 from charm_megatron.files import write_atomically, write_text
 
 END_OF_DOCUMENT = 256
@@ -19,6 +19,9 @@ TOKEN_BYTES = 2
 
 MAX_PIECE_TOKENS = 65_536
 MIN_PIECE_TOKENS = 1_024
+NUM_NAMES = 3
+"""Files that a sentence names of those left out."""
+
 PIECES = 200
 """A text is stored in about so many pieces or more.
 
@@ -54,8 +57,20 @@ class TextFolder:
     def _with_text(cls, path: Path, files: Sequence[Path]) -> "TextFolder":
         folder = cls(path, tuple(files))
         if next(folder.documents(), None) is None:
-            raise ConfigError(f"data.text {path} holds no text; it needs files in UTF-8 that are not empty")
+            raise ConfigError(
+                f"data.text {path} holds no text, since {folder._obstacle()}; give files in UTF-8"
+            )
         return folder
+
+    def _obstacle(self) -> str:
+        """Why none of the files is text."""
+        if not self.files:
+            return "there is no file in it"
+        others = self.not_text()
+        if not others:
+            return f"all its files are empty: {self.names(self.files)}"
+        empty = " and not empty" if len(others) < len(self.files) else ""
+        return f"no file in it is in UTF-8{empty}: {self.names(self.files)}"
 
     def documents(self) -> Iterator[bytes]:
         """The content of each file that is not empty and is UTF-8; pictures, archives and the like are not."""
@@ -63,6 +78,32 @@ class TextFolder:
             content = file.read_bytes()
             if content and _is_utf8(content):
                 yield content
+
+    def not_text(self) -> tuple[Path, ...]:
+        """The files that are not UTF-8. Reads all files; raises `ConfigError` for one that cannot be read."""
+        try:
+            return tuple(file for file in self.files if not _is_utf8(file.read_bytes()))
+        except OSError as error:
+            raise ConfigError(
+                f"data.text {self.path}: cannot read {error.filename}: {error.strerror}"
+            ) from error
+
+    def notices(self) -> tuple[str, ...]:
+        """What should be known before training: that files are left out. As `not_text`, reads all files."""
+        others = self.not_text()
+        if not others:
+            return ()
+        are = "is" if len(others) == 1 else "are"
+        sentence = (
+            f"of {len(self.files)} files in data.text {self.path} {len(others)} {are} not in UTF-8 and left out: "
+            f"{self.names(others)}"
+        )
+        return (shortened(sentence, MOST_MESSAGE_CHARACTERS),)
+
+    def names(self, files: Sequence[Path]) -> str:
+        """The first few files by their names in the folder, and how many more there are."""
+        names = ", ".join(str(file.relative_to(self.path)) for file in files[:NUM_NAMES])
+        return names if len(files) <= NUM_NAMES else f"{names} and {len(files) - NUM_NAMES} more"
 
     @property
     def num_bytes(self) -> int:

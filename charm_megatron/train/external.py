@@ -16,6 +16,7 @@ from charm_megatron.processes.job import job_heartbeats
 from charm_megatron.processes.orphans import end_forks_with_this_process
 from charm_megatron.topology.from_launcher import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
+from charm_megatron.train.data import TextFolder
 from charm_megatron.train.pretrain import Summary, summarize
 from charm_megatron.train.rank_job import RankJob
 from charm_megatron.train.run_folder import RunFolder
@@ -59,7 +60,8 @@ def run_as_rank(
             if not resume:
                 folder.require_empty()
             folder.create(config)
-            for sentence in (*facts.warnings, *(folder.rewind(done) if resume else ())):
+            news = folder.rewind(done) if resume else TextFolder.find(config.data.text).notices()
+            for sentence in (*facts.warnings, *news):
                 say(sentence)
         from charm_megatron.train.job import run_rank
 

@@ -11,6 +11,7 @@ from charm_megatron.config import RunConfig
 from charm_megatron.errors import InvalidInput, LaunchError
 from charm_megatron.mcore.compat import require_pretraining
 from charm_megatron.train.checks import JobFacts, check_job, check_quickly, require_more_to_do
+from charm_megatron.train.data import TextFolder
 from charm_megatron.train.launch import SERVER, call_in_server, run_ranks
 from charm_megatron.train.rank_job import RankJob, RunEvent
 from charm_megatron.train.run_folder import RunFolder, read_rows
@@ -61,7 +62,7 @@ def run_pretrain(config: RunConfig, path: Path, resume: bool, view: View, truste
     on_this_host = (config.launch.ranks,)
     facts: JobFacts = call_in_server(check_job, config, folder, resume, on_this_host)
     require_more_to_do(folder, done, facts)
-    for warning in facts.warnings:
+    for warning in (*facts.warnings, *(() if resume else TextFolder.find(config.data.text).notices())):
         view.notice(warning)
     with _made(folder, config, resume):
         view.stage(f"starting {config.launch.ranks} ranks, building model and dataset")

@@ -301,7 +301,7 @@ def test_a_schedule_of_a_file_is_raced_beside_a_planners(tmp_path):
         (("--peers", "torch_rnig"), "did you mean 'torch_ring'"),
         (("--suite", "quik"), "did you mean 'quick'"),
         (("--schedules", "ring,ring"), "named twice"),
-        (("--schedules", ","), "there is no schedule to time"),
+        (("--schedules", ","), "names no schedule; give some, such as ring,charm"),
         (("--peers", "torch_ring,torch_ring"), "named twice"),
         (("--ccr", "nan"), "must be positive"),
         (("--ccr", "inf"), "must be positive"),

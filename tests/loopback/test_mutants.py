@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,36 +23,82 @@ from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_programs
-from charm_megatron.workload import CAUSAL, NO_MASK, Workload
+from charm_megatron.workload import CAUSAL, NO_MASK, Mask, Workload
 from tests.full_attention import full_attention, relative_error
 
 pytestmark = pytest.mark.torch
 
-NUM_MUTANTS_EACH = 450
-HEADS, HEAD_DIM = 2, 4
+NUM_MUTANTS, NUM_MUTANTS_PLAIN = 50, 450
+"""Of each case in each direction, and of each plain one, where --mutants does not say how many."""
+
+HEAD_DIM = 4
 SCALE = HEAD_DIM**-0.5
 
-CASES = [
-    ("ring", 1, 3, "contiguous", NO_MASK),
-    ("ring", 1, 2, "zigzag", CAUSAL),
-    ("rm_plus", 1, 4, "contiguous", NO_MASK),
-    ("charm", 2, 2, "zigzag", CAUSAL),
-    ("charm_together", 2, 2, "zigzag", CAUSAL),
-    ("charm_per_domain", 2, 2, "contiguous", NO_MASK),
-    ("ulysses", 1, 2, "zigzag", CAUSAL),
+
+class Case(NamedTuple):
+    """A schedule over ranks in domains. The sequence has 4 tokens a rank."""
+
+    schedule: str
+    num_domains: int
+    per_domain: int
+    layout: str
+    mask: Mask
+    num_heads: int = 2
+    num_kv_heads: int = 2
+
+    def __str__(self):
+        grid = f"{self.num_domains}x{self.per_domain}"
+        shared = "" if self.num_heads == self.num_kv_heads else f"-{self.num_heads}on{self.num_kv_heads}"
+        return f"{self.schedule}-{grid}-{self.layout}-{self.mask}{shared}"
+
+
+PLAIN = [
+    Case("ring", 1, 3, "contiguous", NO_MASK),
+    Case("ring", 1, 2, "zigzag", CAUSAL),
+    Case("rm_plus", 1, 4, "contiguous", NO_MASK),
+    Case("charm", 2, 2, "zigzag", CAUSAL),
+    Case("charm_together", 2, 2, "zigzag", CAUSAL),
+    Case("charm_per_domain", 2, 2, "contiguous", NO_MASK),
+    Case("ulysses", 1, 2, "zigzag", CAUSAL),
+]
+
+MASKED = [
+    Case("ring", 1, 3, "zigzag", Mask(5, 0)),
+    Case("ring", 1, 3, "contiguous", Mask(3, 2)),
+    Case("ring", 1, 2, "striped", Mask(None, 0, (3, 5))),
+    Case("ring", 1, 2, "document_zigzag", Mask(None, None, (4, 4))),
+    Case("pass_q", 1, 3, "zigzag", Mask(None, 0, (5, 7))),
+    Case("charm", 2, 2, "zigzag", Mask(6, 0, (5, 11))),
+    Case("charm", 2, 2, "striped", CAUSAL, 4, 2),
+]
+
+OTHERS = [
+    Case("tasp", 1, 3, "zigzag", CAUSAL),
+    Case("mesh", 1, 4, "zigzag", CAUSAL),
+    Case("attention_2d", 2, 2, "contiguous", Mask(6, 1)),
+    Case("merge", 1, 4, "contiguous", NO_MASK),
+    Case("all_gather", 1, 3, "zigzag", CAUSAL),
+    Case("burst_backward", 1, 3, "zigzag", CAUSAL),
+    Case("dist_flash", 1, 4, "contiguous", CAUSAL),
+    Case("double_ring", 2, 2, "zigzag", CAUSAL, 4, 1),
+    Case("hierarchical", 2, 2, "zigzag", CAUSAL, 4, 2),
+    Case("hierarchical_ring_inside", 2, 2, "contiguous", NO_MASK),
+    Case("charm", 3, 2, "contiguous", CAUSAL),
+    Case("charm_together", 3, 2, "zigzag", CAUSAL),
 ]
 
 
 class Subject:
     """One phase of one schedule, and what it must give."""
 
-    def __init__(self, name, num_domains, per_domain, layout, mask, direction):
+    def __init__(self, case, direction):
+        name, num_domains, per_domain, layout, mask, heads, kv_heads = case
         size = num_domains * per_domain
         sharding = make_sharding(layout, size, 4 * size, mask.documents)
         domains = even_domains(size, num_domains)
-        self.problem = cut_problem(name, sharding, domains, mask, num_heads=HEADS, num_kv_heads=HEADS)
+        self.problem = cut_problem(name, sharding, domains, mask, num_heads=heads, num_kv_heads=kv_heads)
         method = plan(name, self.problem)
-        workload = Workload(1, 4 * size, HEADS, HEADS, HEAD_DIM, HEAD_DIM, "float64", mask)
+        workload = Workload(1, 4 * size, heads, kv_heads, HEAD_DIM, HEAD_DIM, "float64", mask)
         self.wire = make_wire_format(workload, self.problem)
         self.direction, self.size = direction, size
         self.plan = Plan(*(make_schedules(method, each) for each in DIRECTIONS), self.wire, "under test")
@@ -59,8 +106,8 @@ class Subject:
         self.programs = [self.schedule.program(rank) for rank in range(size)]
         generator = torch.Generator().manual_seed(0)
         self.inputs = [
-            torch.randn(4 * size, 1, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
-            for _ in range(4)
+            torch.randn(4 * size, 1, h, HEAD_DIM, dtype=torch.float64, generator=generator)
+            for h in (heads, kv_heads, kv_heads, heads)
         ]
         q, k, v, dout = self.inputs
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -175,14 +222,16 @@ def other_piece(name, problem, chance):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}")
-def test_a_mutant_passes_the_checker_exactly_when_it_runs_and_gives_full_attention(case, direction):
-    subject = Subject(*case, direction)
+@pytest.mark.parametrize("case", [*PLAIN, *MASKED, *OTHERS], ids=str)
+def test_a_mutant_passes_the_checker_exactly_when_it_runs_and_gives_full_attention(case, direction, request):
+    subject = Subject(case, direction)
     assert subject.check(subject.programs)
     assert subject.execute(subject.programs)
-    chance = random.Random(f"{case[0]} {direction}")
+    asked = request.config.getoption("--mutants")
+    num_mutants = asked or (NUM_MUTANTS_PLAIN if case in PLAIN else NUM_MUTANTS)
+    chance = random.Random() if asked else random.Random(f"{case} {direction}")
     verdicts = Counter()
-    for _ in range(NUM_MUTANTS_EACH):
+    for _ in range(num_mutants):
         kind, programs = mutate(subject.programs, subject.problem, chance)
         checked, executed = subject.check(programs), subject.execute(programs)
         changed = [
@@ -192,6 +241,19 @@ def test_a_mutant_passes_the_checker_exactly_when_it_runs_and_gives_full_attenti
             for a in new
         ]
         assert checked == executed, f"{kind}: checker {checked}, execution {executed}\n" + "\n".join(changed)
-        verdicts[checked] += 1
-    assert verdicts[True] > 0
-    assert verdicts[False] > NUM_MUTANTS_EACH / 2
+        verdicts[checked, programs == subject.programs] += 1
+    print(f"{verdicts[True, False]} changed and right, {verdicts[True, True]} unchanged of {num_mutants}")
+    assert verdicts[True, False] > 0
+    assert verdicts[False, False] > num_mutants / 2
+
+
+def test_a_rectangle_that_is_causal_and_a_band_is_refused_by_the_executor_as_by_the_checker():
+    """Also where the band, cut to the rows and columns that count, is the whole of them."""
+    subject = Subject(MASKED[0], "forward")
+    for rank, program in enumerate(subject.programs):
+        for at, action in enumerate(program):
+            if isinstance(action, Attend) and action.band:
+                both = (*program[:at], replace(action, causal=True), *program[at + 1 :])
+                programs = [both if r == rank else other for r, other in enumerate(subject.programs)]
+                assert not subject.check(programs)
+                assert not subject.execute(programs)

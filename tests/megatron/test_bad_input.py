@@ -146,3 +146,46 @@ def test_a_folder_that_others_may_write_to_is_resumed_only_when_told(config: Pat
     refused = CliRunner().invoke(app, arguments)
     assert "iter_0000020 can be written by everybody" in refused.stderr
     assert "is already at iteration 20" in CliRunner().invoke(app, [*arguments, "--trust-folder"]).stderr
+
+
+MEMORY = {
+    ("--ranks-per-node", "3"): (
+        "--ranks-per-node 3: 4 context-parallel ranks do not fill nodes of so many; a divisor of 4 would work"
+    ),
+    ("--set", "charm.domains=racks.yaml"): (
+        "racks.yaml is not one key, domains, with a list of lists of hosts, such as "
+        "domains: [[node1, node2], [node3:0], [node3:1]]"
+    ),
+    ("--set", "charm.domains=nobody.yaml"): "nobody.yaml: domain 2 of 2 lists no host; leave it out",
+    ("--set", "charm.domains=twice.yaml"): (
+        "twice.yaml lists a 2 times; name each host, or each HOST:NUMA, once"
+    ),
+}
+DOMAIN_FILES = {
+    "racks.yaml": "hosts: [[a], [b]]",
+    "nobody.yaml": "domains: [[a], []]",
+    "twice.yaml": "domains: [[a, b], [c, a]]",
+}
+
+
+@pytest.mark.parametrize("words", MEMORY, ids=lambda words: words[-1])
+def test_domains_that_cannot_be_are_refused_by_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]
+) -> None:
+    for name, text in DOMAIN_FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["memory", "gpt_tiny_cpu", "--cpu", *words])
+    assert (result.exit_code, result.stderr) == (2, f"error: {MEMORY[words]}\n")
+
+
+def test_files_that_are_not_text_are_named_before_training(config: Path) -> None:
+    text = config.parent / "text"
+    text.mkdir()
+    (text / "short.txt").write_text("only a few words")
+    (text / "archive.zip").write_bytes(b"\xff\xfe")
+    arguments = ["pretrain", str(config), "--out", str(config.parent / "run"), "--set", f"data.text={text}"]
+    result = CliRunner().invoke(app, arguments)
+    sentence = f"of 2 files in data.text {text} 1 is not in UTF-8 and left out: archive.zip"
+    assert sentence in result.stdout.replace("\n", "")
+    assert result.exit_code == 2

@@ -61,7 +61,7 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "something"}, "'something' version 2"),
+        ({"format": "something"}, "its format is 'something'"),
         ({"version": 9}, "version 9"),
         ({"problem__layout": "zigzg"}, "did you mean 'zigzag'"),
         ({"problem__mask": "casual"}, "did you mean 'causal'"),

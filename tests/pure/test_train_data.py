@@ -26,6 +26,33 @@ def test_empty_files_and_files_that_are_not_text_are_left_out(tmp_path: Path) ->
     assert list(TextFolder.find(tmp_path).documents()) == [b"text"]
 
 
+def test_files_that_are_not_text_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "empty.txt").touch()
+    assert TextFolder.find(tmp_path).notices() == ()
+    (tmp_path / "b").mkdir()
+    for name in ("a.zip", "b/c.png", "d.bin", "e.bin", "f.bin"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+    assert TextFolder.find(tmp_path).notices() == (
+        f"of 7 files in data.text {tmp_path} 5 are not in UTF-8 and left out: a.zip, b/c.png, d.bin and 2 more",
+    )
+
+
+def test_why_a_folder_holds_no_text_is_said(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as caught:
+            TextFolder.find(tmp_path)
+        return str(caught.value)
+
+    assert "since there is no file in it" in refusal()
+    (tmp_path / "empty.txt").touch()
+    assert "since all its files are empty: empty.txt" in refusal()
+    (tmp_path / "picture").write_bytes(b"\xff\xfe")
+    assert "since no file in it is in UTF-8 and not empty: empty.txt, picture" in refusal()
+    (tmp_path / "empty.txt").unlink()
+    assert "since no file in it is in UTF-8: picture" in refusal()
+
+
 def test_the_default_is_the_standard_library() -> None:
     text = TextFolder.find(None)
     assert "argparse.py" in {file.name for file in text.files}

@@ -53,7 +53,7 @@ def numerics_command(
     layout = "zigzag" if seen == CAUSAL else "contiguous"
     cluster = Cluster(nodes, ranks_per_node)
     cluster.require_fits(workload)
-    case = NumericsCase(workload, variants_of(options.listed(schedules)), draws, layout)
+    case = NumericsCase(workload, variants_of(options.schedule_names(schedules)), draws, layout)
     console = wide_console()
     with console.status("starting ranks") as status:
         rows = measure_numerics(case, cluster, status.update)

@@ -148,8 +148,8 @@ def operator_command(
                 dtype,
                 seen,
             ),
-            options.listed(schedules),
-            layout or ("zigzag" if seen == CAUSAL else "contiguous"),
+            options.schedule_names(schedules),
+            ("zigzag" if seen == CAUSAL else "contiguous") if layout is None else layout,
             CharmConfig.model_validate(
                 {
                     "prefetch_depth": prefetch_depth or 1,

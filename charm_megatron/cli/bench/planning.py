@@ -21,6 +21,7 @@ def planning_command(
     from charm_megatron.bench.planning import measure_planning
     from charm_megatron.reading import whole_number
 
+    names = options.schedule_names(schedules)
     numbers = [whole_number(size, MOST_RANKS) for size in options.listed(sizes)]
     counts = [number for number in numbers if number]
     if not counts or len(counts) < len(numbers):
@@ -31,7 +32,7 @@ def planning_command(
     console.print(
         f"{'schedule':<22}{'ranks':>6}{'hops':>10}{'plan':>10}{'program':>10}{'tables':>10}{'programs':>10}"
     )
-    for row in measure_planning(options.listed(schedules), counts):
+    for row in measure_planning(names, counts):
         whole = "-" if row.check_s is None else f"{row.check_s:.2f} s"
         console.print(
             f"{row.schedule:<22}{row.cp_size:>6}{row.num_hops:>10,}{row.plan_s:>8.2f} s{row.program_s:>8.2f} s"
