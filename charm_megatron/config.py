@@ -63,6 +63,10 @@ class CharmConfig(Section):
     fuse: bool = Field(
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
+    check_calls: bool = Field(
+        True,
+        description="Tell a neighbour with each call which call it is, so that ranks in different calls stop.",
+    )
     deadline_s: float = Field(
         300.0, gt=0, le=MOST_DEADLINE_S, description="Longest wait for one transfer, in seconds."
     )

@@ -263,6 +263,12 @@ class Workload:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def summary(self) -> str:
+        """As in "4 x 512 tokens, 8 on 2 heads of 64 and 64, bfloat16, mask causal"."""
+        heads = f"{self.num_heads} on {self.num_kv_heads} heads of {self.head_dim} and {self.head_dim_v}"
+        return f"{self.batch} x {self.seq_len} tokens, {heads}, {self.dtype}, mask {self.mask}"
+
+    @property
     def softmax_scale(self) -> float:
         """What logits are multiplied by where nothing else is asked for: 1 / sqrt(head_dim)."""
         return 1.0 / math.sqrt(self.head_dim)

@@ -1,6 +1,6 @@
 """Context-parallel attention as one autograd function: the phases of either direction, one after the other."""
 
-from collections.abc import Generator, MutableMapping, Sequence
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.run import LabelledProgram, ProgramRun
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel, accumulate_dtype
-from charm_megatron.schedule.passes import DIRECTIONS
+from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class AttentionCall:
     transport: Transport
     pool: BufferPool
     recorder: FlightRecorder
+    names: Mapping[Direction, str]
+    """Of the pass, for other ranks to compare."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> "ForwardResult":
         """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h]."""
@@ -49,6 +51,7 @@ class AttentionCall:
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
     ) -> "Phases[ForwardResult]":
         """The runs of the forward pass; whoever takes them runs each to its end before taking the next."""
+        self._announce(Direction.FORWARD, softmax_scale, q.device)
         tensors = {"q": q, "k": k, "v": v}
         context = self._context(softmax_scale, {})
         yield from self._phases(self.forward_programs, context, tensors)
@@ -58,6 +61,7 @@ class AttentionCall:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult", softmax_scale: float
     ) -> "Phases[tuple[Tensor, Tensor, Tensor]]":
         """The runs of the backward pass, as `forward_phases`."""
+        self._announce(Direction.BACKWARD, softmax_scale, q.device)
         accumulate = accumulate_dtype(q.dtype)
         delta = (dout.to(accumulate) * result.out.to(accumulate)).sum(-1)  # [s, b, h]
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "lse": result.lse, "delta": delta}
@@ -78,6 +82,9 @@ class AttentionCall:
             tensors.update(run.results())
             run.close()
 
+    def _announce(self, direction: Direction, softmax_scale: float, device: torch.device) -> None:
+        self.transport.announce(f"makes {self.names[direction]}, scale {softmax_scale:.17g}", device)
+
     def _context(self, softmax_scale: float, logits: dict[BlockKey, Tensor]) -> BlockContext:
         return BlockContext(self.kernel, softmax_scale, self.wire.workload.head_dim, logits)
 
@@ -95,7 +102,12 @@ def attention_call(
         tuple(map(LabelledProgram, plan.rank_programs(direction, rank))) for direction in DIRECTIONS
     )
     recorder = recorder or FlightRecorder(rank)
-    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool, recorder)
+    layout = plan.problem.sharding.layout
+    names = {
+        direction: f"{plan.name} {direction} of {plan.workload.summary}, {layout}, plan {plan.digest[:12]}"
+        for direction in DIRECTIONS
+    }
+    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool, recorder, names)
 
 
 @dataclass(frozen=True)

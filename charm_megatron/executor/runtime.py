@@ -223,7 +223,8 @@ class AttentionRuntime:
         if group not in self._groups:
             self._forget_destroyed()
             domains, reason = find_domains(group, self.config.domains, device, self._machine)
-            transport = Stopwatch(GroupTransport(group, self.config.deadline_s), is_running=self._is_timed)
+            posts = GroupTransport(group, self.config.deadline_s, checks_calls=self.config.check_calls)
+            transport = Stopwatch(posts, is_running=self._is_timed)
             recorder = FlightRecorder(dist.get_rank(group), self.config.flight_folder)
             self._groups[group] = _Group(domains, reason, transport, recorder, {}, OrderedDict())
         return self._groups[group]
@@ -239,6 +240,9 @@ class AttentionRuntime:
         known = self._group(group, device)
         key = (workload, layout, device)
         if key not in known.agreed:
+            # Before the ranks agree together: others may be in a call that they know.
+            known.transport.announce(f"plans {workload.summary}, {layout}, for the first time", device)
+            known.transport.transport.verify()
             known.agreed[key] = self._agree(group, known, workload, layout, device)
             if len(known.agreed) > MOST_PLANS:
                 known.agreed.popitem(last=False)

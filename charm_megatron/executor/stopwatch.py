@@ -25,6 +25,9 @@ class Stopwatch:
     def num_bytes_sent(self) -> int:
         return self.transport.num_bytes_sent
 
+    def announce(self, words: str, device: torch.device) -> None:
+        self.transport.announce(words, device)
+
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> object:
         return self.transport.post(sends, recvs)
 

@@ -1,14 +1,17 @@
 """Point-to-point transfers of a group, started together and waited for together."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from charm_megatron.executor.call_check import CallCheck, DeviceCallCheck, NeighbourLost, neighbours
 from charm_megatron.liveness.standing import Exchange, Waiting
 
 Transfer = tuple[int, Tensor]
@@ -26,12 +29,19 @@ class Transport(Protocol):
         """Bytes posted so far."""
         ...
 
+    def announce(self, words: str, device: torch.device) -> None:
+        """Says that this rank now makes the call of these words, on tensors of a device."""
+        ...
+
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> object:
         """Starts transfers together and returns a handle. Their tensors must not be touched until `wait`."""
         ...
 
     def wait(self, handle: object) -> None:
-        """Returns when the transfers are done, or, on a GPU, when the current stream will see them done."""
+        """Returns when the transfers are done, or, on a GPU, when the current stream will see them done.
+
+        Raises `ScheduleDisagreement` where a neighbour is known to make another call.
+        """
         ...
 
 
@@ -67,24 +77,70 @@ class GroupTransport:
 
     On gloo each transfer runs on its own and `wait` blocks the host for at most `deadline_s`. On NCCL a post is one
     ncclGroup, `wait` orders the current stream after it, and the deadline is that of the process group's own watchdog.
+    `checks_calls`: ranks tell each other which call they make (`call_check`).
     """
 
-    def __init__(self, group: dist.ProcessGroup, deadline_s: float):
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float, *, checks_calls: bool = True):
         self.group, self.deadline_s = group, deadline_s
         self.num_bytes_sent = 0
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._sends, self._recvs = [0] * len(self._ranks), [0] * len(self._ranks)
         self._waits_for: Way | None = None
+        self._checks_calls = checks_calls and len(self._ranks) > 1
+        self._checks: dict[torch.device, CallCheck | DeviceCallCheck] = {}
+        self._check: CallCheck | DeviceCallCheck | None = None
+        """Of the notice that is not verified yet."""
+        self._notice: Way | None = None
+        self._tag = 0
+
+    def announce(self, words: str, device: torch.device) -> None:
+        """Tells the next rank which call this one makes. What the previous one says is read at the first wait."""
+        if not self._checks_calls:
+            return
+        if device not in self._checks:
+            self._checks[device] = (
+                DeviceCallCheck(self.group, device)
+                if device.type == "cuda"
+                else CallCheck(self.group, self.deadline_s)
+            )
+        self._verify()
+        self._check = self._checks[device]
+        after, before = neighbours(self.group)
+        with self._waiting_for_neighbours():
+            self._tag = self._check.announce(words)
+        self._notice = self._way(before, is_recv=True)
+        self._way(after, is_recv=False)
+
+    def verify(self) -> None:
+        """Raises `ScheduleDisagreement` now where the previous rank makes another call."""
+        self._verify()
+
+    def _verify(self) -> None:
+        if self._check is not None:
+            self._waits_for = self._notice
+            with self._waiting_for_neighbours():
+                self._check.verify()
+            self._check = self._waits_for = None
+
+    @contextmanager
+    def _waiting_for_neighbours(self) -> Iterator[None]:
+        try:
+            yield
+        except NeighbourLost as error:
+            raise TransferLost(error.peer, True, error.waited_s, error.why) from error
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Posted:
-        ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in recvs]
-        ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
+        ops = [self._op(dist.irecv, peer, x) for peer, x in recvs]
+        ops += [self._op(dist.isend, peer, x) for peer, x in sends]
         self.num_bytes_sent += sum(x.numel() for _, x in sends)
         ways = [self._way(peer, is_recv=True) for peer, _ in recvs]
         ways += [self._way(peer, is_recv=False) for peer, _ in sends]
         works = dist.batch_isend_irecv(ops)
         # By the tensors, since a group may have a backend for each kind of device.
         return Posted(works, ways, not any(x.is_cuda for _, x in (*recvs, *sends)))
+
+    def _op(self, kind: Callable[..., Any], peer: int, tensor: Tensor) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=self._tag)
 
     def _way(self, peer: int, *, is_recv: bool) -> Way:
         counts = self._recvs if is_recv else self._sends
@@ -93,8 +149,12 @@ class GroupTransport:
         return way
 
     def wait(self, handle: object) -> None:
-        """Raises `TransferLost` for a transfer on the host that does not end in time or fails."""
+        """Raises `TransferLost` for a transfer on the host that does not end in time or fails.
+
+        The first wait of a call raises `ScheduleDisagreement` where the previous rank makes another call.
+        """
         assert isinstance(handle, Posted)
+        self._verify()
         if not handle.blocks_host:
             for work in handle.works:
                 work.wait()
@@ -118,6 +178,6 @@ class GroupTransport:
         way = self._waits_for
         waiting = None
         if way is not None:
-            words = what(way.peer, way.is_recv)
+            words = "word of its call" if way is self._notice else what(way.peer, way.is_recv)
             waiting = Waiting(self._ranks[way.peer], way.is_recv, way.number, words)
         return Exchange(self._ranks, tuple(self._sends), tuple(self._recvs), waiting)

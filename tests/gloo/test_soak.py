@@ -53,6 +53,12 @@ class LateTransport:
     def num_bytes_sent(self):
         return self.inner.num_bytes_sent
 
+    def announce(self, words, device):
+        self.inner.announce(words, device)
+
+    def verify(self):
+        self.inner.verify()
+
     def post(self, sends, recvs):
         self.sleep()
         return self.inner.post(sends, recvs)
@@ -71,8 +77,8 @@ def late_runtimes(rank):
     """A runtime for each schedule, and the transports that they make, one each."""
     transports = []
 
-    def make(group, deadline_s):
-        transports.append(LateTransport(GroupTransport(group, deadline_s), random.Random(rank)))
+    def make(group, deadline_s, **words):
+        transports.append(LateTransport(GroupTransport(group, deadline_s, **words), random.Random(rank)))
         return transports[-1]
 
     executor_runtime.GroupTransport = make  # a rank is a process of its own
