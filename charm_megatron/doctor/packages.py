@@ -105,7 +105,9 @@ def _of_torch(facts: Facts) -> Iterator[Finding]:
     if gpus:
         yield Finding("GPUs", _counted(gpus))
     else:
-        remedy = for_cpu if cuda is None else f"{for_cpu}; where there are GPUs, see nvidia-smi and the driver"
+        remedy = (
+            for_cpu if cuda is None else f"{for_cpu}; where there are GPUs, see nvidia-smi and the driver"
+        )
         yield Finding("GPUs", "none seen", "absent", remedy)
     if nccl:
         yield Finding("NCCL", nccl)
@@ -115,7 +117,9 @@ def _of_torch(facts: Facts) -> Iterator[Finding]:
     if facts["gloo"]:
         yield Finding("gloo", "available")
     else:
-        yield Finding("gloo", "not in this torch", "fault", "install a torch built with gloo: ranks agree over it")
+        yield Finding(
+            "gloo", "not in this torch", "fault", "install a torch built with gloo: ranks agree over it"
+        )
 
 
 def _counted(names: list[str]) -> str:

@@ -58,7 +58,9 @@ def _torch() -> dict[str, Any]:
     nccl: tuple[int, ...] = torch.cuda.nccl.version() if has_nccl else ()  # type: ignore[no-untyped-call]
     return {
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())] if sees_gpu else [],
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+        if sees_gpu
+        else [],
         "nccl": ".".join(map(str, nccl)) or None,
         "gloo": has_distributed and torch.distributed.is_gloo_available(),
     }

@@ -30,7 +30,9 @@ def number(text: str) -> int | None:
     if match is None:
         return None
     sign, digits = match.groups()
-    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[0] == "0" and set(digits) <= set("01234567") else 10
+    base = (
+        16 if digits[:2] in ("0x", "0X") else 8 if digits[0] == "0" and set(digits) <= set("01234567") else 10
+    )
     return int(digits, base) * (-1 if sign == "-" else 1)
 
 

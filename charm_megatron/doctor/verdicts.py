@@ -119,9 +119,7 @@ def culprits(bad: Sequence[BadPair], measured: Sequence[PairMeasured]) -> tuple[
     return found if len(found) < len(links) else ()
 
 
-def link_findings(
-    measured: Sequence[PairMeasured], domains: Domains, plan_words: str
-) -> tuple[Finding, ...]:
+def link_findings(measured: Sequence[PairMeasured], domains: Domains, plan_words: str) -> tuple[Finding, ...]:
     """A finding for each rank whose links are all bad, and for each bad pair of other ranks.
 
     `plan_words` says what was sent, and how long that might take.
