@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from charm_megatron.doctor.stores import Store
 from charm_megatron.errors import shortened
 
 NUM_PINGS = 20
@@ -52,9 +53,9 @@ class _Line(Protocol):
 
 
 class _GlooLine:
-    def __init__(self, store: dist.Store, end: int, deadline_s: float) -> None:
+    def __init__(self, store: Store, end: int, deadline_s: float) -> None:
         self._peer, self._deadline_s = 1 - end, deadline_s
-        self._group = dist.ProcessGroupGloo(store, end, 2, self._left())
+        self._group: Any = dist.ProcessGroupGloo(store, end, 2, self._left())
 
     def send(self, tensor: torch.Tensor) -> None:
         self._group.send([tensor], self._peer, 0).wait(self._left())
@@ -72,12 +73,12 @@ class _GlooLine:
 class _NcclLine:
     """Calls of NCCL and CUDA do not look at the clock: `measure` gives up the thread that waits in them."""
 
-    def __init__(self, store: dist.Store, end: int, device: torch.device) -> None:
+    def __init__(self, store: Store, end: int, device: torch.device) -> None:
         torch.cuda.set_device(device)  # of this thread
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = NCCL_TIMEOUT
         self._peer = 1 - end
-        self._group = dist.ProcessGroupNCCL(store, end, 2, options)
+        self._group: Any = dist.ProcessGroupNCCL(store, end, 2, options)
 
     def send(self, tensor: torch.Tensor) -> None:
         self._group.send([tensor], self._peer, 0).wait()
@@ -91,8 +92,8 @@ class _NcclLine:
         self._group.abort()
 
 
-def measure(store: dist.Store, end: int, plan: LinkPlan, device: torch.device) -> Told:
-    """This end's part (0 or 1) of a conversation that both ends hold at the same time; `store` is theirs alone.
+def measure(store: Store, end: int, plan: LinkPlan, device: torch.device) -> Told:
+    """Holds this end's part (0 or 1) of a conversation that both ends hold at the same time; `store` is theirs alone.
 
     Returns after the deadline at the latest, also where the other end does not come.
     """

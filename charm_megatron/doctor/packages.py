@@ -71,13 +71,19 @@ def version_differences(of_rank: Mapping[int, Versions]) -> tuple[Finding, ...]:
         if len(ranks) > 1:
             found = "; ".join(f"{one} on {ranks_text(of)}" for one, of in ranks.items())
             remedy = "install the same version on every host"
-            findings.append(Finding(name, found, "fault", remedy, tuple(sorted(sum(ranks.values(), [])))))
+            findings.append(Finding(name, found, "fault", remedy))
     return tuple(findings)
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
-    """Returns "rank 3", or "ranks 1, 2, 3, .." of which four are listed."""
-    listed = ", ".join(map(str, ranks[:4])) + (", .." if len(ranks) > 4 else "")
+    """Returns "rank 3", or "ranks 0-3, 6" for ascending `ranks`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 

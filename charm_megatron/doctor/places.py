@@ -76,7 +76,7 @@ def _host(host: str, told: Mapping[int, RankTold]) -> Finding:
     parts = [f"{ranks_text(list(told))}: {counted}"]
     parts += _split("NUMA node", {rank: one.numa_node for rank, one in told.items()})
     parts += _split("NVLink island", {rank: one.island for rank, one in told.items()})
-    problems = {one.problem: rank for rank, one in reversed(told.items()) if one.problem is not None}
+    problems = {one.problem: rank for rank, one in reversed(list(told.items())) if one.problem is not None}
     remedy = "; ".join(f"rank {rank}: {problem}" for problem, rank in problems.items())
     return Finding(host, "; ".join(parts), "hint" if remedy else "ok", remedy)
 

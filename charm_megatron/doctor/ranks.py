@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from charm_megatron.doctor.findings import Finding
 from charm_megatron.doctor.link import LinkPlan
 from charm_megatron.doctor.packages import Versions
 from charm_megatron.doctor.places import RankTold, tell
 from charm_megatron.doctor.rounds import JOIN_S, LinkCheck, OnProgress, Seat, follow, lead
+from charm_megatron.doctor.stores import FileStore, PrefixStore, Store
 from charm_megatron.errors import LaunchError, TopologyError, shortened
 from charm_megatron.processes.environment import RankPlacement
 from charm_megatron.processes.follow import RankProcess, run_to_end
@@ -73,7 +74,7 @@ def _own_rank(
     os.environ["GLOO_SOCKET_IFNAME"] = own.interface
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     device = torch.device("cuda", rank) if own.on_gpus else torch.device("cpu")
-    seat = Seat(dist.FileStore(path, -1), rank, plan, device)
+    seat = Seat(FileStore(path, -1), rank, plan, device)
     return _take_part(seat, tell(device, {}, ()), own.num_ranks, num_domains, lambda *words: report(words))
 
 
@@ -85,7 +86,7 @@ def check_as_rank(
     settings: Sequence[Finding],
     on_progress: OnProgress,
 ) -> LinkCheck | None:
-    """This process's part in the check of a launched job; None on ranks other than the first."""
+    """Takes this process's part in the check of a launched job; None on ranks other than the first."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if placement.local_rank >= torch.cuda.device_count():
@@ -107,14 +108,14 @@ def _take_part(
     return lead(seat, told, num_ranks, partial(domains_by, num_domains, num_ranks), on_progress)
 
 
-def _job_store(placement: RankPlacement) -> dist.Store:
+def _job_store(placement: RankPlacement) -> Store:
     """Where MASTER_ADDR and MASTER_PORT say; held by torchrun, or by rank 0."""
     address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
     except Exception as error:
         words = shortened(str(error).partition("\n")[0], 150)
         raise LaunchError(
             f"rank {placement.rank} cannot reach {address}, where ranks meet: {words}"
         ) from error
-    return dist.PrefixStore("charm doctor", store)
+    return PrefixStore("charm doctor", store)

@@ -1,7 +1,7 @@
 """Everything that was found, together."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from charm_megatron.doctor.findings import Finding, has_fault
@@ -21,7 +21,7 @@ class Report:
     places: tuple[Finding, ...] = ()
     links: tuple[Finding, ...] = ()
     where: str = ""
-    domains: Domains = Domains(())
+    domains: Domains = field(default_factory=lambda: Domains(()))
     measured: tuple[PairMeasured, ...] = ()
     classes: tuple[ClassSummary, ...] = ()
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from charm_megatron.doctor.link import THREAD_S, LinkPlan, Told, measure
 from charm_megatron.doctor.places import RankTold
+from charm_megatron.doctor.stores import PrefixStore, Store
 from charm_megatron.doctor.verdicts import PairMeasured, better_of, suspects
 from charm_megatron.errors import LaunchError
 from charm_megatron.planner.matchings import round_robin_matchings
@@ -46,7 +46,7 @@ class LinkCheck:
 class Seat:
     """A rank's place at the store."""
 
-    def __init__(self, store: dist.Store, rank: int, plan: LinkPlan, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, plan: LinkPlan, device: torch.device) -> None:
         self.store, self.rank, self.plan, self.device = store, rank, plan, device
 
     @property
@@ -59,7 +59,7 @@ class Seat:
         pair = next((pair for pair in pairs if self.rank in pair), None)
         if pair is None:
             return None
-        alone = dist.PrefixStore(f"link {number} {pair[0]} {pair[1]}", self.store)
+        alone = PrefixStore(f"link {number} {pair[0]} {pair[1]}", self.store)
         return measure(alone, pair.index(self.rank), self.plan, self.device)
 
     def wait(self, key: str, timeout_s: float) -> str | None:
@@ -67,7 +67,7 @@ class Seat:
         try:
             self.store.wait([key], timedelta(seconds=max(0.01, timeout_s)))
             value: bytes = self.store.get(key)
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             return None
         return value.decode()
 

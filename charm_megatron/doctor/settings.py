@@ -25,7 +25,7 @@ class Setting:
 
 
 def number(text: str) -> int | None:
-    """The number at the beginning of `text`, as the C library reads it: 0x.., 0.., decimal; None where there is none."""
+    """The number at the beginning of `text`, as C reads it: 0x.., 0.., decimal; None where there is none."""
     match = _NUMBER.match(text)
     if match is None:
         return None

@@ -148,7 +148,7 @@ def _of_pair(bad: BadPair, plan_words: str) -> Finding:
     match bad.kind:
         case "dead":
             found = f"dead: {pair.problem or 'no answer'}"
-            remedy = "look at routes, firewalls and cables between their hosts; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+            remedy = "look at routes, firewalls and cables between their hosts, and at *_SOCKET_IFNAME"
         case "stalled":
             found = f"small messages pass in {latency_text(pair.latency_s)}, but not {plan_words}"
             remedy = "look for different MTUs on the way, or give a longer --deadline"
