@@ -1,6 +1,7 @@
 """`charm-megatron doctor`: what is wrong with packages, settings and links, ahead of a job."""
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -87,8 +88,10 @@ def doctor_command(
     else:
         require_meeting_point(os.environ)
         report = _of_job(placement, wish)
-    if report is not None:
-        _print_and_end(report, as_json)
+    code = 0 if report is None else _print(report, as_json)
+    _leave_threads_behind(code)
+    if code:
+        raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,27 @@ class _Wish:
         return LinkPlan((self.size_mib or (SIZE_MIB_ON_GPUS if on_gpus else SIZE_MIB)) << 20, self.deadline_s)
 
 
-def _print_and_end(report: "Report", as_json: bool) -> None:
+def _print(report: "Report", as_json: bool) -> int:
+    """Returns the exit code."""
     from charm_megatron.cli.doctor_output import print_json, print_report
 
     if as_json:
         print_json(report)
     else:
         print_report(report)
-    if report.has_fault:
-        raise typer.Exit(EXIT_FAILURE)
+    return EXIT_FAILURE if report.has_fault else 0
+
+
+def _leave_threads_behind(code: int) -> None:
+    """Ends a rank at once where NCCL still waits for a dead peer: the end of Python would wait for it too."""
+    if "charm_megatron.doctor.link" not in sys.modules:
+        return
+    from charm_megatron.doctor.link import is_stuck
+
+    if is_stuck():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _of_own_ranks(wish: _Wish) -> "Report":

@@ -20,6 +20,7 @@ REPETITIONS_S = 1.0
 """How long all repetitions of a pair may take together, after the first."""
 THREAD_S = 2.0
 """How much later than its deadline a conversation is given up: gloo looks at the clock now and then."""
+THREAD = "charm-doctor-link"
 NCCL_TIMEOUT = timedelta(hours=1)
 """Far behind every deadline here: torch ends the process after it."""
 MOST_PROBLEM_CHARACTERS = 120
@@ -103,12 +104,18 @@ def measure(store: Store, end: int, plan: LinkPlan, device: torch.device) -> Tol
     def open_line() -> _Line:
         return _NcclLine(store, end, device) if device.type == "cuda" else _GlooLine(store, end, deadline_s)
 
-    thread = threading.Thread(target=_converse, args=(told, open_line, end, plan, device), daemon=True)
+    args = (told, open_line, end, plan, device)
+    thread = threading.Thread(target=_converse, args=args, name=THREAD, daemon=True)
     thread.start()
     thread.join(plan.deadline_s + THREAD_S)
     if thread.is_alive():
         return Told(told.latency_s, told.bytes_per_s, f"no answer within {plan.deadline_s:g} s")
     return told
+
+
+def is_stuck() -> bool:
+    """Whether a conversation of this process still waits, past its deadline, in calls that nothing ends."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def _converse(

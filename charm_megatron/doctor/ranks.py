@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from charm_megatron.doctor.findings import Finding
@@ -96,7 +97,12 @@ def check_as_rank(
             )
         device = torch.device("cuda", placement.local_rank)
     seat = Seat(_job_store(placement), placement.rank, plan, device)
-    return _take_part(seat, tell(device, versions, settings), placement.world_size, num_domains, on_progress)
+    told = tell(device, versions, settings)
+    try:
+        return _take_part(seat, told, placement.world_size, num_domains, on_progress)
+    except dist.DistError as error:
+        words = shortened(str(error).partition("\n")[0], 150)
+        raise LaunchError(f"rank {placement.rank} lost the others: {words}") from error
 
 
 def _take_part(

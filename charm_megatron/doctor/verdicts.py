@@ -1,6 +1,6 @@
 """What measurements of all pairs say: which links are dead or slow, and whether one rank explains them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
 from typing import Literal
@@ -178,13 +178,10 @@ def latency_text(seconds: float | None) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-MeasureAlone = Callable[[tuple[int, int]], PairMeasured]
-
-
 def suspects(measured: Sequence[PairMeasured], domains: Domains) -> Iterator[PairMeasured]:
-    """Pairs that were slow while others were measured at the same time."""
+    """Pairs that answered, but were slow or stalled while others were measured at the same time."""
     for bad in bad_pairs(measured, domains):
-        if bad.kind == "slow":
+        if bad.kind != "dead":
             yield bad.measured
 
 
