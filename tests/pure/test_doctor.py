@@ -20,6 +20,7 @@ from charm_megatron.doctor.packages import (
     version_differences,
 )
 from charm_megatron.doctor.places import RankTold, merged_settings, place_findings
+from charm_megatron.doctor.probe import probe
 from charm_megatron.doctor.settings import SETTINGS, nccl_interfaces, settings_findings
 from charm_megatron.doctor.verdicts import (
     PairMeasured,
@@ -349,3 +350,22 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("", None),
+        ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+        ("import os; os.abort()", "its import ended Python with code -6"),
+        ("import time; time.sleep(60)", "its import has not ended after 2 s"),
+    ],
+)
+def test_a_package_that_raises_crashes_or_hangs_at_import_is_looked_at_from_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, problem: str | None
+) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe("flash-attn", timeout_s=2 if "sleep" in body else 60)["problem"] == problem
