@@ -16,6 +16,7 @@ from charm_megatron.cli.bench.planning import planning_command
 from charm_megatron.cli.bench.tables_6_7 import tables_6_7_command
 from charm_megatron.cli.check import check_command
 from charm_megatron.cli.compare import compare_command
+from charm_megatron.cli.doctor import doctor_command
 from charm_megatron.cli.errors import SentenceGroup
 from charm_megatron.cli.launch import launch_command
 from charm_megatron.cli.memory import memory_command
@@ -39,6 +40,7 @@ app.command("args")(args_command)
 app.command("memory")(memory_command)
 app.command("plan")(plan_command)
 app.command("check")(check_command)
+app.command("doctor", cls=RankCommand)(doctor_command)
 
 bench = typer.Typer(help="Measurements.", no_args_is_help=True)
 bench.command("operator", cls=RankCommand)(operator_command)

@@ -2,11 +2,10 @@
 
 import platform
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from charm_megatron import __version__
+from charm_megatron.doctor.apex import is_nvidias_apex
 
 NOT_INSTALLED = "not installed"
 UNRELATED = " (PyPI's unrelated package)"
@@ -25,7 +24,7 @@ def version_lines() -> Iterator[str]:
         yield f"{name}: {_installed(name)}"
     apex = _installed("apex")
     if apex != NOT_INSTALLED:
-        yield f"apex: {apex}{'' if _is_nvidias_apex() else UNRELATED}"
+        yield f"apex: {apex}{'' if is_nvidias_apex() else UNRELATED}"
 
 
 def _installed(distribution: str) -> str:
@@ -46,10 +45,3 @@ def _cuda_and_nccl() -> tuple[str, str]:
         found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         nccl = ".".join(map(str, found))
     return torch.version.cuda or NOT_INSTALLED, nccl
-
-
-def _is_nvidias_apex() -> bool:
-    """Whether what is imported as `apex` is Megatron's; another project of that name is on PyPI. Imports neither."""
-    found = find_spec("apex")
-    places = None if found is None else found.submodule_search_locations
-    return places is not None and PathFinder.find_spec("apex.optimizers", list(places)) is not None

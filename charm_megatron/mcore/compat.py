@@ -49,14 +49,28 @@ def installed_version() -> str:
     raise InvalidInput(f"megatron-core is not installed; {INSTALL_HINT}")
 
 
+def is_installed() -> bool:
+    """Whether there is a megatron-core, of any version. Imports nothing heavy."""
+    try:
+        installed_version()
+    except InvalidInput:
+        return False
+    return True
+
+
 def require_megatron() -> None:
     """Raises `InvalidInput` unless a megatron-core whose attention interface is known is installed."""
-    _require(OLDEST, "context-parallel attention")
+    require_megatron_version(installed_version())
+
+
+def require_megatron_version(version: str) -> None:
+    """Raises `InvalidInput` for a version of megatron-core whose attention interface is not known."""
+    _require(version, OLDEST, "context-parallel attention")
 
 
 def require_pretraining() -> None:
     """Raises `InvalidInput` unless `megatron.training` of a known version, and what it needs, is installed."""
-    _require(OLDEST_FOR_PRETRAINING, "pretraining")
+    _require(installed_version(), OLDEST_FOR_PRETRAINING, "pretraining")
     if find_spec("megatron.training") is None:
         raise InvalidInput(f"megatron-core is installed without megatron.training; {INSTALL_HINT}")
     if find_spec("psutil") is None:
@@ -65,8 +79,7 @@ def require_pretraining() -> None:
         )
 
 
-def _require(oldest: Release, purpose: str) -> None:
-    version = installed_version()
+def _require(version: str, oldest: Release, purpose: str) -> None:
     if not oldest <= _release(version) < FIRST_UNKNOWN:
         raise InvalidInput(
             f"megatron-core {version} is not supported; {purpose} needs "
@@ -111,13 +124,17 @@ def megatron_te() -> Any:
         if find_spec("transformer_engine") is None:
             return None
         raise InvalidInput(_broken_te("Megatron could not import transformer_engine.pytorch"))
-    version = str(extension.get_te_version())
+    require_te_version(str(extension.get_te_version()))
+    return extension
+
+
+def require_te_version(version: str) -> None:
+    """Raises `InvalidInput` for a version of Transformer Engine out of the range."""
     if not OLDEST_TE <= _release(version) < FIRST_UNKNOWN_TE:
         raise InvalidInput(
             f"transformer-engine {version} is not supported; charm accepts "
             f">={_dotted(OLDEST_TE)},<{_dotted(FIRST_UNKNOWN_TE)}; {TE_INSTALL_HINT}"
         )
-    return extension
 
 
 def require_te() -> None:

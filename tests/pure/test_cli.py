@@ -60,6 +60,7 @@ BAD_INPUT = {
     ("memory",): (("x.yaml", "--ranks-per-node", "0"), "--ranks-per-node must be at least 1, but is 0"),
     ("plan",): (("--schedule", "chram"), "did you mean 'charm'?"),
     ("check",): (("/no/such.json",), "cannot read schedule /no/such.json"),
+    ("doctor",): (("--ranks", "0"), "--ranks must be at least 1, but is 0"),
     ("compare",): (("/no/such", "/no/such"), "/no/such is no run folder"),
     ("bench", "operator"): (("--heads", "0"), "--heads must be at least 1, but is 0"),
     ("bench", "ablation"): (("--repetitions", "0"), "--repetitions must be at least 1, but is 0"),
