@@ -192,9 +192,11 @@ def _outcome(
         first = failed[0]
         assert first.failure is not None, "it has failed"
         root = None
-        has_words = first.exit_code is None or first.exit_code >= 0
-        if has_words and first.failure.is_lost_peer:
-            root = find_root(standings, _silent(running, SILENT_S)) or dead_link(_dead(failed), standings)
+        if first.failure.is_lost_peer:
+            # One that was aborted has not said what it did then.
+            has_words = first.exit_code is None or first.exit_code >= 0
+            root = find_root(standings if has_words else {}, _silent(running, SILENT_S))
+            root = root or dead_link(_dead(failed), standings)
         return _error(_speaker(failed, root), root)
     if root := find_root(standings, silent) if (silent := _silent(running, limits.silence_s)) else None:
         return LaunchError(root.sentence)

@@ -20,6 +20,7 @@ from charm_megatron.processes.server import ForkServer
 from charm_megatron.processes.sockets import LATER_S
 from charm_megatron.processes.start import Report, start_rank
 from charm_megatron.train.rank_job import RankJob, RunEvent
+from charm_megatron.train.run_folder import RunFolder
 
 SERVER = ForkServer("charm_megatron.train.preload", "Megatron")
 
@@ -46,6 +47,7 @@ def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threa
     """What a rank's process does: runs the job, and reports events."""
     os.environ.update(variables)
     set_cuda_connections(job.config, os.environ)
+    keep_nccl_traces(job.folder, os.environ)
     # Here, since the launcher, which imports this module, does without torch.
     import torch
 
@@ -55,6 +57,8 @@ def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threa
     torch.set_num_threads(num_threads)
     run_rank(job, lambda kind, row: report(RunEvent(kind, row)))
 
+
+NCCL_TRACE_OPERATIONS = 2000
 
 FSDP = frozenset({"use_megatron_fsdp", "use_torch_fsdp2"})
 
@@ -67,6 +71,20 @@ def set_cuda_connections(config: RunConfig, environment: MutableMapping[str, str
     asked = {name.replace("-", "_") for name, value in config.megatron.items() if value}
     if not asked & FSDP:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def keep_nccl_traces(folder: RunFolder, environment: MutableMapping[str, str]) -> None:
+    """Has NCCL's process groups write their last operations into the run folder when one times out.
+
+    That is torch's own flight recorder, `nccl_trace_rank_<rank>`; `torchfrtrace` reads it. Names since torch 2.9, and
+    those before; what the user has set is left alone.
+    """
+    prefix = str(folder.path / "nccl_trace_rank_")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        environment.setdefault(name, prefix)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        environment.setdefault(name, str(NCCL_TRACE_OPERATIONS))
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def call_in_server(function: Callable[..., Any], *args: Any) -> Any:
