@@ -75,6 +75,11 @@ class CharmConfig(Section):
         description="Folder where a rank writes its last actions when a transfer is lost; none if not given, in "
         "pretraining runs the run folder.",
     )
+    self_check: bool = Field(
+        True,
+        description="In Megatron's layers, check the first use of every plan: some rows against attention over "
+        "gathered keys and values, and the bytes sent against the plan. A difference stops the job.",
+    )
     strict: bool = Field(
         False,
         description="Refuse what this attention does not do, where Transformer Engine could do it instead.",

@@ -70,6 +70,10 @@ class TransferTimeout(CharmError, RuntimeError):
     """A transfer did not finish before its deadline."""
 
 
+class SelfCheckFailed(CharmError, RuntimeError):
+    """The first use of a plan gave another result, or sent another number of bytes, than it should have."""
+
+
 class LaunchError(CharmError, RuntimeError):
     """A rank of a job failed; the message says which one and where its log is."""
 

@@ -15,6 +15,7 @@ from charm_megatron.config import CharmConfig, parse_section
 from charm_megatron.errors import WorkloadError, quoted
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.executor.groups import group_place
+from charm_megatron.executor.positions import tokens_of_shard
 from charm_megatron.reading import is_whole
 from charm_megatron.sharding import Sharding, make_sharding
 from charm_megatron.workload import Mask
@@ -53,7 +54,8 @@ def context_parallel_attention(
     float16. Returns out [s, b, h, d_v] in q's dtype. `group` are the ranks that the sequence is split over; None: all.
     `mask` is `causal`, `none`, `window:LEFT,RIGHT`, `documents:LENGTH,..`, these joined by +, or a `Mask`.
     `schedule` is a planner's name, or the path of a schedule in JSON. `softmax_scale` is 1 / sqrt(d) when None.
-    `settings` are those of `CharmConfig`: `domains`, `kernel` and so on.
+    `settings` are those of `CharmConfig`: `domains`, `kernel` and so on. `self_check` has no effect here: only
+    Megatron's layers check themselves.
 
     Collective over `group`: all its ranks make the same call. Domains, schedules and buffers are kept per process for
     each combination of settings; `AttentionRuntime` keeps them where its owner wants them.
@@ -84,7 +86,7 @@ def shard(
     `WorkloadError` for a length that the layout cannot split.
     """
     sharding, rank = _sharding(_length(x, dim), group, layout, documents)
-    return x.index_select(dim, _tokens(sharding, rank).to(x.device))
+    return x.index_select(dim, tokens_of_shard(sharding, rank).to(x.device))
 
 
 def unshard(
@@ -106,7 +108,7 @@ def unshard(
     dist.all_gather(parts, part, group=group)
     whole = part.new_empty((len(part) * size, *part.shape[1:]))
     for rank, from_rank in enumerate(parts):
-        whole[_tokens(sharding, rank).to(x.device)] = from_rank
+        whole[tokens_of_shard(sharding, rank).to(x.device)] = from_rank
     return whole.movedim(0, dim)
 
 
@@ -123,7 +125,7 @@ def positions(
     They count from the start of the sequence, or with `documents` from that of each token's document.
     """
     sharding, rank = _sharding(seq_len, group, layout, documents)
-    tokens = _tokens(sharding, rank)
+    tokens = tokens_of_shard(sharding, rank)
     if documents:
         stops = torch.tensor(documents).cumsum(0)
         starts = stops - torch.tensor(documents)
@@ -145,9 +147,3 @@ def _sharding(seq_len: int, group: Group, layout: str, documents: tuple[int, ...
         raise WorkloadError(f"documents are a tuple of lengths, but are {type(documents).__name__}")
     _, rank, size = group_place(group)
     return make_sharding(layout, size, seq_len, documents), rank
-
-
-def _tokens(sharding: Sharding, rank: int) -> Tensor:
-    """The tokens of one rank's shard, int64 [s]."""
-    chunks = (sharding.chunks[chunk] for chunk in sharding.chunks_of(rank))
-    return torch.cat([torch.arange(c.start, c.start + c.length * c.stride, c.stride) for c in chunks])

@@ -14,13 +14,14 @@ from torch import Tensor
 from charm_megatron.compile import Plan, compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.errors import ConfigError, WorkloadError, quoted
-from charm_megatron.executor.agreement import require_agreement
+from charm_megatron.executor.agreement import agreed_record, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.groups import group_place, is_destroyed
 from charm_megatron.executor.machine import Machine
+from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import BlockSizes, Selection, select_kernel
@@ -48,16 +49,11 @@ class Receipt:
     def lines(self) -> list[str]:
         """The receipt for people."""
         domains = f"{self.domains.num_domains} domains" if self.domains.num_domains > 1 else "one domain"
-        steps = [
-            sum(phase.num_comm_steps for phase in self.plan.phases(direction)) for direction in DIRECTIONS
-        ]
-        digests = " ".join(schedule.digest[:12] for schedule in self.plan.schedules)
         sent = {direction: self.plan.traffic(direction) for direction in DIRECTIONS}
         return [
             f"context parallelism: {self.domains.cp_size} ranks in {domains} [{self.domains}], "
             f"{self.domains_reason}",
-            f"schedule: {self.plan.name}, {self.plan.reason}; forward {steps[0]} steps, "
-            f"backward {steps[1]}; digests {digests}",
+            f"schedule: {self.schedule_line}",
             *(
                 f"sent by a rank, {direction}, one layer: inside a domain {_span(of.inside_bytes.tolist())}, "
                 f"across domains {_span(of.across_bytes.tolist())}"
@@ -65,6 +61,18 @@ class Receipt:
             ),
             f"kernel: {self.kernel_reason}",
         ]
+
+    @property
+    def schedule_line(self) -> str:
+        """Which schedule it is, why, how long, and what tells it from others."""
+        forward, backward = (
+            sum(phase.num_comm_steps for phase in self.plan.phases(direction)) for direction in DIRECTIONS
+        )
+        digests = " ".join(schedule.digest[:12] for schedule in self.plan.schedules)
+        return (
+            f"{self.plan.name}, {self.plan.reason}; forward {forward} steps, backward {backward}; "
+            f"digests {digests}"
+        )
 
     @property
     def schedule_text(self) -> str:
@@ -81,6 +89,9 @@ class _Agreed:
     selection: Selection
 
 
+_Key = tuple[Workload, str, torch.device]
+
+
 @dataclass
 class _Group:
     """What is known about one process group."""
@@ -90,7 +101,8 @@ class _Group:
     transport: Stopwatch
     recorder: FlightRecorder
     pools: dict[torch.device, BufferPool]
-    agreed: OrderedDict[tuple[Workload, str, torch.device], _Agreed]
+    agreed: OrderedDict[_Key, _Agreed]
+    checks: dict[_Key, SelfCheck]
 
 
 class AttentionRuntime:
@@ -121,14 +133,18 @@ class AttentionRuntime:
         mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
+        checked: CheckedLayer | None = None,
     ) -> Tensor:
         """Exact attention of this rank's queries over the whole sequence; differentiable.
 
         q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] are this rank's shard in `layout`; returns
         out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`.
+
+        `checked` says for which layer of a model this is, on all ranks or none: then the first use of each plan is
+        checked, as `self_check` in the configuration says. Raises `SelfCheckFailed` on all ranks of the group.
         """
         return self.attention_with_lse(
-            q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout
+            q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout, checked=checked
         )[0]
 
     def attention_with_lse(
@@ -141,6 +157,7 @@ class AttentionRuntime:
         mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
         layout: str = "zigzag",
+        checked: CheckedLayer | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `attention`, and lse [s, b, h] in float32 (float64 for float64), which carries no gradient."""
         group, _, cp_size = group_place(group)
@@ -148,7 +165,11 @@ class AttentionRuntime:
         workload = _workload(q, k, v, cp_size, as_mask(mask))
         scale = workload.softmax_scale if softmax_scale is None else softmax_scale
         require_softmax_scale(scale)
-        call = self._agreed(group, workload, layout, q.device).call
+        agreed = self._agreed(group, workload, layout, q.device)
+        call = agreed.call
+        if checked is not None and self.config.self_check:
+            check = self._self_check(group, agreed.plan, (workload, layout, q.device))
+            call = call if check is None else check.watched(call, checked)
         out, lse = ContextParallelAttention.apply(q, k, v, call, scale)
         return out, lse
 
@@ -226,7 +247,7 @@ class AttentionRuntime:
             posts = GroupTransport(group, self.config.deadline_s, checks_calls=self.config.check_calls)
             transport = Stopwatch(posts, is_running=self._is_timed)
             recorder = FlightRecorder(dist.get_rank(group), self.config.flight_folder)
-            self._groups[group] = _Group(domains, reason, transport, recorder, {}, OrderedDict())
+            self._groups[group] = _Group(domains, reason, transport, recorder, {}, OrderedDict(), {})
         return self._groups[group]
 
     def _forget_destroyed(self) -> None:
@@ -249,6 +270,13 @@ class AttentionRuntime:
         known.agreed.move_to_end(key)
         return known.agreed[key]
 
+    def _self_check(self, group: dist.ProcessGroup, plan: Plan, key: _Key) -> SelfCheck | None:
+        """The check of a plan; None after the first `MOST_PLANS`, as where every step has another length."""
+        checks = self._groups[group].checks
+        if key not in checks and len(checks) < MOST_PLANS:
+            checks[key] = SelfCheck(group, plan, key[1])
+        return checks.get(key)
+
     def _agree(
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Agreed:
@@ -256,7 +284,8 @@ class AttentionRuntime:
         dtype = getattr(torch, workload.dtype)
         sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v)
         selection = select_kernel(self.config.kernel, sizes)
-        require_agreement(group, plan.digest, str(plan))
+        record = agreed_record(self.config, selection.kernel.name, plan.digest)
+        require_agreement(group, record, str(plan))
         pool = known.pools.setdefault(device, BufferPool(device))
         recorder, rank = known.recorder, dist.get_rank(group)
         call = attention_call(plan, rank, selection.kernel, known.transport, pool, recorder)

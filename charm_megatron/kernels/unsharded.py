@@ -43,15 +43,21 @@ def unsharded_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mas
 def visible(mask: Mask, seq_len: int) -> Tensor:
     """Which key each query sees, bool [seq_len, seq_len]."""
     position = torch.arange(seq_len)
-    distance = position[:, None] - position
-    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    return visible_keys(mask, position, position)
+
+
+def visible_keys(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which of the keys at positions `keys` [t] the queries at positions `queries` [s] see, bool [s, t]."""
+    distance = queries[:, None] - keys
+    seen = torch.ones(distance.shape, dtype=torch.bool, device=queries.device)
     if mask.left is not None:
         seen &= distance <= mask.left
     if mask.right is not None:
         seen &= distance >= -mask.right
     if mask.documents:
-        document = torch.repeat_interleave(torch.tensor(mask.documents))
-        seen &= document[:, None] == document
+        stops = torch.tensor(mask.documents, device=queries.device).cumsum(0)
+        of_query, of_key = (torch.searchsorted(stops, x, right=True) for x in (queries, keys))
+        seen &= of_query[:, None] == of_key
     return seen
 
 

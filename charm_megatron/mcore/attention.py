@@ -17,7 +17,7 @@ from torch import Tensor
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.bridge import SplitAttention
-from charm_megatron.mcore.limits import Layer, call_limit, check_supported, unsupported
+from charm_megatron.mcore.limits import Layer, call_limit, check_group, check_supported, unsupported
 
 
 def core_attention_class(attention: SplitAttention) -> type[Any]:
@@ -69,8 +69,10 @@ def core_attention_class(attention: SplitAttention) -> type[Any]:
             head_dim = config.kv_channels if k_channels is None else k_channels
             # Not the base class's own, which it shrinks for half precision and undoes after the product.
             self.charm_softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+            check_group(self.charm_layer, self.cp_group)
             if self.cp_group.size() > 1:
                 check_supported(self.charm_layer, cp_comm_type)
+                attention.add_layer(self.charm_layer)
 
         def forward(
             self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from charm_megatron.executor.self_check import CheckedLayer
 from charm_megatron.log import Log
 from charm_megatron.mcore.compat import training_arguments
 from charm_megatron.mcore.limits import Layer, loss_notices, mask_of
@@ -14,6 +15,10 @@ from charm_megatron.workload import Mask, Workload
 
 if TYPE_CHECKING:
     from charm_megatron.executor import AttentionRuntime
+
+
+PREFIX = "charm-megatron: "
+"""Of a line in a log that others write to as well."""
 
 
 def log_to_stdout(line: str) -> None:
@@ -29,14 +34,18 @@ class Notices:
         self._log = log
         self._logged: set[str] = set()
 
+    def say(self, line: str) -> None:
+        """Logs a line."""
+        if self._log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._log(f"{PREFIX}{line}")
+
     def once(self, key: str, lines: Callable[[], Iterable[str]]) -> None:
         """Logs `lines()` unless it has logged `key` before."""
         if self._log is None or key in self._logged:
             return
         self._logged.add(key)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            for line in lines():
-                self._log(f"charm-megatron: {line}")
+        for line in lines():
+            self.say(line)
 
 
 class SplitAttention:
@@ -47,6 +56,19 @@ class SplitAttention:
         self.notices = notices or Notices(None)
         self.schedule_name: str | None = None
         """The schedule of the first call; None before it."""
+        self._kinds: dict[str, list[int]] = {}
+        """The layers of each kind, and who computes them, in words."""
+        self._described: set[tuple[Any, ...]] = set()
+        """What calls were like whose plan was logged."""
+
+    def add_layer(self, layer: Layer, left_to: str = "") -> None:
+        """A layer was built; `left_to` says who computes it and why, where that is not this attention."""
+        window, config = layer.window, layer.config
+        kind = f"window {window[0]},{window[1]}" if window else "no window"
+        kind += (
+            f", {config.num_attention_heads} on {config.num_query_groups or config.num_attention_heads} heads"
+        )
+        self._kinds.setdefault(f"{kind}: {left_to or 'computed by charm'}", []).append(layer.number)
 
     def __call__(
         self,
@@ -65,19 +87,44 @@ class SplitAttention:
         chunks, counted from both ends (zigzag). Collective over `group`.
         """
         mask = mask_of(layer, attn_mask_type)
-        out = self.runtime.attention(query, key, value, group=group, mask=mask, softmax_scale=softmax_scale)
-
-        if self.schedule_name is None:
-            self._describe(query, value, group, mask)
+        checked = CheckedLayer(f"layer {layer.number}", self.notices.say)
+        out = self.runtime.attention(
+            query, key, value, group=group, mask=mask, softmax_scale=softmax_scale, checked=checked
+        )
+        kind = (query.shape[2:], value.shape[2:], query.dtype, mask)
+        if kind not in self._described:
+            self._described.add(kind)
+            self._describe(layer, query, value, group, mask)
             self.notices.once("loss", lambda: loss_notices(layer.config, training_arguments()))
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
 
-    def _describe(self, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask) -> None:
-        """Logs what the first call did. Its plan is made, so that this asks no other rank."""
+    def _describe(
+        self, layer: Layer, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask
+    ) -> None:
+        """Logs what the first call of its kind did. Its plan is made, so that this asks no other rank."""
         tokens, batch, heads, head_dim = query.shape
         kv_heads, head_dim_v = value.shape[2:]
         dtype = str(query.dtype).removeprefix("torch.")
         workload = Workload(batch, tokens * group.size(), heads, kv_heads, head_dim, head_dim_v, dtype, mask)
         receipt = self.runtime.receipt(group, workload, device=query.device)
-        self.schedule_name = receipt.plan.name
-        self.notices.once("receipt", receipt.lines)
+        if self.schedule_name is None:
+            self.schedule_name = receipt.plan.name
+            self.notices.once("receipt", lambda: [*receipt.lines(), *self._layer_lines()])
+        else:
+            self.notices.say(f"layer {layer.number}, {workload.summary}: {receipt.schedule_line}")
+
+    def _layer_lines(self) -> list[str]:
+        """One line for each kind of layer that this rank has."""
+        return [f"{_numbers(numbers)}: {kind}" for kind, numbers in self._kinds.items()]
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """As in "layers 1-3, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"layer{'s' if len(words) > 1 or '-' in words[0] else ''} {', '.join(words)}"

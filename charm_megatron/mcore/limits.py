@@ -138,6 +138,20 @@ def mask_of(layer: Layer, attn_mask_type: Any) -> Mask:
     return Mask(None if left < 0 else left, None if right < 0 else right)
 
 
+def check_group(layer: Layer, group: Any) -> None:
+    """Raises `InvalidInput` for a context-parallel group of another size than the model's configuration says.
+
+    No group is no fault here: it may be set later.
+    """
+    wanted = layer.config.context_parallel_size
+    if group is not None and group.size() != wanted:
+        raise InvalidInput(
+            f"layer {layer.number}: the context-parallel group has {group.size()} ranks, but "
+            f"context_parallel_size is {wanted}; initialize_model_parallel(context_parallel_size={wanted}) makes "
+            f"groups that fit"
+        )
+
+
 def check_supported(layer: Layer, cp_comm_type: str | None = None) -> None:
     """Raises `InvalidInput` for a layer that torch alone cannot compute with its sequence split over ranks.
 

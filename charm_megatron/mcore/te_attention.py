@@ -18,7 +18,7 @@ from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.compat import megatron_te, require_te
-from charm_megatron.mcore.limits import Layer, Limit, call_limit, layer_limit
+from charm_megatron.mcore.limits import Layer, Limit, call_limit, check_group, layer_limit
 
 RING = "p2p"
 """The cp_comm_type of Transformer Engine that does everything we leave to it."""
@@ -81,7 +81,9 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
             head_dim = config.kv_channels if k_channels is None or v_channels is None else k_channels
             self.charm_softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
             if is_on:
-                _check_group(layer, self.charm_group)
+                check_group(layer, self.charm_group)
+                left_to = f"left to Transformer Engine's {RING} ring, for {limit.what}" if limit else ""
+                attention.add_layer(layer, left_to)
 
         def set_context_parallel_group(
             self,
@@ -185,16 +187,6 @@ def _group_of_call(layer: Layer, group: Any, packed_seq_params: Any) -> Any:
             f"model is built, or set_context_parallel_group() after"
         )
     return group
-
-
-def _check_group(layer: Layer, group: Any) -> None:
-    wanted = layer.config.context_parallel_size
-    if group is not None and group.size() != wanted:
-        raise InvalidInput(
-            f"layer {layer.number}: the context-parallel group has {group.size()} ranks, but "
-            f"context_parallel_size is {wanted}; initialize_model_parallel(context_parallel_size={wanted}) makes "
-            f"groups that fit"
-        )
 
 
 def _check_layout(layer: Layer, load_balancing_strategy: Any = None, **_: Any) -> None:

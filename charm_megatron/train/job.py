@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.mcore.bridge import Notices, SplitAttention
+from charm_megatron.mcore.bridge import PREFIX, Notices, SplitAttention, log_to_stdout
 from charm_megatron.mcore.compat import wheel_repairs
 from charm_megatron.mcore.install import charm_attention_installed
 from charm_megatron.mcore.logger import numbers_in_megatron_logs
@@ -46,7 +46,8 @@ def run_rank(job: RankJob, emit: Emit) -> None:
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_cuda())
         stack.enter_context(wheel_repairs())
-        attention = SplitAttention(runtime, Notices())
+        receipt = _Receipt(job.folder, emit)
+        attention = SplitAttention(runtime, Notices(receipt.add))
         stack.enter_context(charm_attention_installed(attention))
         stack.enter_context(numbers_in_megatron_logs(attention))
         stack.enter_context(command_line(list(job.argv)))
@@ -58,7 +59,7 @@ def run_rank(job: RankJob, emit: Emit) -> None:
             recorder = Recorder(partial(_record, job.folder, emit), args.seq_length)
             stack.enter_context(recorder.listening())
         model = gpt_config_from_args(args)
-        datasets = DatasetProvider(job, runtime, emit)
+        datasets = DatasetProvider(job, runtime, receipt)
         container = pretrain_cfg_container_from_args(args, model)
         try:
             pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
@@ -82,10 +83,10 @@ class DatasetProvider:
     is_distributed = True
     """Tells Megatron that every rank calls this, not only the first of a tensor-parallel group."""
 
-    def __init__(self, job: RankJob, runtime: AttentionRuntime, emit: Emit) -> None:
+    def __init__(self, job: RankJob, runtime: AttentionRuntime, receipt: "_Receipt") -> None:
         self._job = job
         self._runtime = runtime
-        self._emit = emit
+        self._receipt = receipt
         self._is_prepared = False
 
     def __call__(self, num_samples: Any, vp_stage: int | None = None) -> Any:
@@ -113,8 +114,33 @@ class DatasetProvider:
         schedule, receipt = describe_attention(self._runtime, args)
         if args.rank == 0:
             folder.schedule.write_text(schedule, "utf-8")
-            folder.receipt.write_text("".join(f"{line}\n" for line in receipt), "utf-8")
-            self._emit("started", {"receipt": receipt})
+            self._receipt.start(receipt)
+
+
+class _Receipt:
+    """What a run says of its attention: in its log, in its folder, and to who follows it. On rank 0."""
+
+    def __init__(self, folder: RunFolder, emit: Emit) -> None:
+        self._path, self._emit = folder.receipt, emit
+        self._lines: list[str] = []
+
+    def start(self, lines: list[str]) -> None:
+        """What is planned, before the first iteration."""
+        self._lines = list(lines)
+        self._write()
+        self._emit("started", {"receipt": lines})
+
+    def add(self, line: str) -> None:
+        """What is seen in the first iteration; layers say there again what was planned."""
+        log_to_stdout(line)
+        text = line.removeprefix(PREFIX)
+        if text not in self._lines:
+            self._lines.append(text)
+            self._write()
+            self._emit("notice", {"sentence": text})
+
+    def _write(self) -> None:
+        self._path.write_text("".join(f"{line}\n" for line in self._lines), "utf-8")
 
 
 def describe_attention(runtime: AttentionRuntime, args: Any) -> tuple[str, list[str]]:

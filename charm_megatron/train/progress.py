@@ -53,6 +53,8 @@ class TerminalView:
         if event.kind == "started":
             for line in row["receipt"]:
                 self._print(line)
+        elif event.kind == "notice":
+            self._print(row["sentence"])
         elif event.kind == "evaluation":
             self._print(f"iteration {row['iteration']}: {row['part']} loss {row['loss']:.4f}")
         elif event.kind == "step":
