@@ -87,21 +87,21 @@ class SplitAttention:
         chunks, counted from both ends (zigzag). Collective over `group`.
         """
         mask = mask_of(layer, attn_mask_type)
-        checked = CheckedLayer(f"layer {layer.number}", self.notices.say)
-        out = self.runtime.attention(
-            query, key, value, group=group, mask=mask, softmax_scale=softmax_scale, checked=checked
-        )
         kind = (query.shape[2:], value.shape[2:], query.dtype, mask)
         if kind not in self._described:
             self._described.add(kind)
             self._describe(layer, query, value, group, mask)
             self.notices.once("loss", lambda: loss_notices(layer.config, training_arguments()))
+        checked = CheckedLayer(f"layer {layer.number}", self.notices.say)
+        out = self.runtime.attention(
+            query, key, value, group=group, mask=mask, softmax_scale=softmax_scale, checked=checked
+        )
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
 
     def _describe(
         self, layer: Layer, query: Tensor, value: Tensor, group: dist.ProcessGroup, mask: Mask
     ) -> None:
-        """Logs what the first call of its kind did. Its plan is made, so that this asks no other rank."""
+        """Logs what the first call of its kind will do. All ranks of the group plan it together here."""
         tokens, batch, heads, head_dim = query.shape
         kv_heads, head_dim_v = value.shape[2:]
         dtype = str(query.dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore.attention import core_attention_class
-from charm_megatron.mcore.bridge import SplitAttention
+from charm_megatron.mcore.bridge import Notices, SplitAttention
 from charm_megatron.mcore.install import charm_attention_installed
 from charm_megatron.workload import CAUSAL, NO_MASK, Mask
 
@@ -44,12 +44,19 @@ class FakeRuntime:
         return query[..., : value.shape[-1]]
 
     def receipt(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(plan=SimpleNamespace(name="fake"), lines=list)
+        plan = SimpleNamespace(name="fake")
+        return SimpleNamespace(plan=plan, lines=lambda: ["receipt"], schedule_line="fake, as set")
 
 
-def build(runtime: FakeRuntime, cp_size: int = 2, config: Values | None = None, **arguments: Any) -> Any:
+def build(
+    runtime: FakeRuntime,
+    cp_size: int = 2,
+    config: Values | None = None,
+    attention: SplitAttention | None = None,
+    **arguments: Any,
+) -> Any:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
-    return core_attention_class(SplitAttention(runtime))(  # type: ignore[arg-type]
+    return core_attention_class(attention or SplitAttention(runtime))(  # type: ignore[arg-type]
         **{
             "config": TransformerConfig(**{**sizes, "context_parallel_size": cp_size, **(config or {})}),
             "layer_number": 1,
@@ -72,7 +79,31 @@ def test_heads_are_joined_and_the_group_and_scale_are_passed_on() -> None:
     query, key, value = qkv()
     out = module(query, key, value, None, attn_mask_type=AttnMaskType.causal)
     assert torch.equal(out, query.reshape(6, 2, 32))
+    assert runtime.asked.pop("checked").name == "layer 1"
     assert runtime.asked == {"group": module.cp_group, "mask": CAUSAL, "softmax_scale": 8**-0.5}
+
+
+def test_the_receipt_has_a_line_for_each_kind_of_layer_and_for_each_plan() -> None:
+    runtime, said = FakeRuntime(), []
+    attention = SplitAttention(runtime, Notices(said.append))  # type: ignore[arg-type]
+    config: Values = {"window_size": (4, 0), "window_attn_skip_freq": 3, "num_layers": 7}
+    layers = [build(runtime, config=config, attention=attention, layer_number=n) for n in range(1, 8)]
+    for layer in layers:
+        layer(*qkv(), None, attn_mask_type=AttnMaskType.causal)
+    assert said == [
+        "charm-megatron: receipt",
+        "charm-megatron: layers 1-2, 4-5, 7: window 4,0, 4 on 4 heads: computed by charm",
+        "charm-megatron: layers 3, 6: no window, 4 on 4 heads: computed by charm",
+        "charm-megatron: layer 3, 2 x 12 tokens, 4 on 2 heads of 8 and 8, float32, mask causal: fake, as set",
+    ]
+
+
+def test_a_group_of_another_size_than_the_configuration_says_is_refused() -> None:
+    groups = SimpleNamespace(tp=FakeGroup(1), cp=FakeGroup(3))
+    with pytest.raises(
+        InvalidInput, match="group has 3 ranks, but context_parallel_size is 2; initialize_model"
+    ):
+        build(FakeRuntime(), pg_collection=groups)
 
 
 def test_scale_and_mask_of_the_layer_are_used() -> None:

@@ -192,7 +192,10 @@ def test_a_call_that_is_not_done_here_is_left_to_transformer_engine(what: str) -
     assert (reached["cp_comm_type"], reached["cp_group"]) == ("p2p", built.group)
     assert built.said == [f"charm-megatron: {what}: left to Transformer Engine's p2p ring (layer 1)"]
     assert built.call() == {}
-    assert built.said[1:] == ["charm-megatron: receipt for 12 tokens"]
+    assert built.said[1] == "charm-megatron: receipt for 12 tokens"
+    assert built.said[2].startswith("charm-megatron: layer 1: no window, ")
+    assert built.said[2].endswith(" heads: computed by charm")
+    assert len(built.said) == 3
     strict = Built(strict=True)
     with pytest.raises(InvalidInput, match=r"charm does not do .*; or set charm.strict to false"):
         strict.call(**CALLS[what])
