@@ -154,26 +154,38 @@ def losses(job: Job) -> list[float]:
     return [row["loss"] for row in read_rows(job.run / "metrics.jsonl")]
 
 
-def test_a_run_is_resumed_after_a_fault_with_the_same_losses(tmp_path: Path) -> None:
-    """At the size of before, bit by bit; at another one, with the distributed optimizer, to rounding."""
+@pytest.mark.timeout(3600)
+def test_a_run_is_resumed_after_a_fault_with_the_same_losses(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """At another context-parallel size, then at the first one again, with the distributed optimizer.
+
+    With `--faults`, after each kind of fault in each kind of run.
+    """
     iterations = 8
     settings = {"use_distributed_optimizer": True}
     whole = losses(run_to_end(tmp_path / "whole", iterations, **settings))
-    broken = make_job("pretrain", tmp_path / "broken", save_interval=SAVE_INTERVAL, **settings)
-    broken.start()
-    try:
-        broken.wait_until(lambda: len(losses(broken)) > 2 * SAVE_INTERVAL)
-        inject(Fault("stop", (1,)), broken)
-        assert broken.wait(DEADLINE_S + LATER_S), broken.said()
-    finally:
-        broken.clean_up()
-    done = int((broken.run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert 0 < done < iterations
-    smaller = ("--resume", "--set", "megatron.context_parallel_size=2", "--set", "launch.ranks=2")
-    between = run_to_end(tmp_path / "broken", done + 1, *smaller, **settings)
-    assert losses(between)[: done + 1] == pytest.approx(whole[: done + 1], rel=1e-5)
-    again = run_to_end(tmp_path / "broken", iterations, "--resume", **settings)
-    assert losses(again) == pytest.approx(whole, rel=1e-5)
+    every = [(kind, fault) for kind in ("pretrain", "torchrun") for fault in KINDS]
+    for kind, fault in every if request.config.getoption("--faults") else [("pretrain", "stop")]:
+        folder = tmp_path / f"{kind}-{fault}"
+        broken = make_job(kind, folder, save_interval=SAVE_INTERVAL, **settings)
+        broken.start()
+        try:
+            broken.wait_until(lambda: len(losses(broken)) > 2 * SAVE_INTERVAL)  # noqa: B023
+            inject(Fault(fault, (0, 1) if fault in ("cut", "stall") else (1,)), broken)
+            assert broken.wait(DEADLINE_S + LATER_S), broken.said()
+        finally:
+            broken.clean_up()
+        done = int((broken.run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        assert done > 0
+        last = max(iterations, done + 2)
+        if last > len(whole):
+            whole = losses(run_to_end(tmp_path / f"whole-{last}", last, **settings))
+        smaller = ("--resume", "--set", "megatron.context_parallel_size=2", "--set", "launch.ranks=2")
+        between = run_to_end(folder, done + 1, *smaller, **settings)
+        assert losses(between)[: done + 1] == pytest.approx(whole[: done + 1], rel=1e-5)
+        again = run_to_end(folder, last, "--resume", **settings)
+        assert losses(again) == pytest.approx(whole[:last], rel=1e-5)
 
 
 def test_a_slow_link_changes_no_bit(tmp_path: Path) -> None:
