@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SHORTEST_PERIOD_S, LONGEST_PERIOD_S = 0.5, 5.0
 PERIODS_PER_DEADLINE = 10
+PAUSE_PERIODS = 4
+"""From the end of a beat to the next: more than a machine that is busy makes of one."""
 FIRST_SPEAKS_S = 10.0
 """How long other ranks keep silent, so that the first that failed is heard."""
 
@@ -86,7 +88,7 @@ class JobRank:
         """Differs at each beat, also from those of a block before this one."""
         self._has_ended = False
         """Whether its last words are said."""
-        self._reached_at_s = time.monotonic()
+        self._reached_at_s = self._beaten_at_s = time.monotonic()
         self._listens_to = self._peers_to_listen_to()
         self._changed: dict[int, tuple[int, float]] = {}
         """The last count heard of a rank, and when, by the clock of this process, it was new."""
@@ -102,6 +104,7 @@ class JobRank:
         """Says what this rank does, and looks after those that it listens to. Ends the process where one is silent."""
         if self._parent is not None and os.getppid() != self._parent:
             self._end("the launcher that had started it has ended")
+        self._note_pause()
         try:
             with self._lock:
                 if self._has_ended:
@@ -109,13 +112,20 @@ class JobRank:
                 self._put(standing)
                 verdict = self._verdict()
             self._reached_at_s = time.monotonic()
+            if verdict:
+                self._end(verdict)
         except RuntimeError as error:
             self._store = None
             if time.monotonic() - self._reached_at_s > self.deadline_s + LATER_S:
                 self._end(f"{self._unreachable}: {str(error).partition(chr(10))[0]}")
-            return
-        if verdict:
-            self._end(verdict)
+        self._beaten_at_s = time.monotonic()
+
+    def _note_pause(self) -> None:
+        """Where this process itself was stopped between two beats, as all of a job by Ctrl-Z, nobody was silent."""
+        now_s = time.monotonic()
+        if now_s - self._beaten_at_s > PAUSE_PERIODS * self.period_s:
+            self._reached_at_s = now_s
+            self._changed = {rank: (count, now_s) for rank, (count, _) in self._changed.items()}
 
     def leave(self) -> None:
         """Says that this rank has done its work."""
