@@ -76,7 +76,8 @@ class FakeRuntime:
 
     def receipt(self, group: Any, workload: Workload, **_: Any) -> Any:
         plan = SimpleNamespace(name="fake")
-        return SimpleNamespace(plan=plan, lines=lambda: [f"receipt for {workload.seq_len} tokens"])
+        lines = [f"receipt for {workload.seq_len} tokens"]
+        return SimpleNamespace(plan=plan, lines=lambda: lines, schedule_line="fake, as set")
 
 
 class Built:
