@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from charm_megatron.errors import TransferTimeout
 from charm_megatron.executor.call_check import CallCheck, DeviceCallCheck, NeighbourLost, neighbours
 from charm_megatron.liveness.standing import Exchange, Waiting
 
@@ -94,7 +95,10 @@ class GroupTransport:
         self._tag = 0
 
     def announce(self, words: str, device: torch.device) -> None:
-        """Tells the next rank which call this one makes. What the previous one says is read at the first wait."""
+        """Tells the next rank which call this one makes. What the previous one says is read at the first wait.
+
+        Raises `TransferTimeout` where a neighbour was silent since the last call.
+        """
         if not self._checks_calls:
             return
         if device not in self._checks:
@@ -103,17 +107,18 @@ class GroupTransport:
                 if device.type == "cuda"
                 else CallCheck(self.group, self.deadline_s)
             )
-        self._verify()
+        self.verify()
         self._check = self._checks[device]
         after, before = neighbours(self.group)
-        with self._waiting_for_neighbours():
+        with _as_timeout(), self._waiting_for_neighbours():
             self._tag = self._check.announce(words)
         self._notice = self._way(before, is_recv=True)
         self._way(after, is_recv=False)
 
     def verify(self) -> None:
-        """Raises `ScheduleDisagreement` now where the previous rank makes another call."""
-        self._verify()
+        """Raises `ScheduleDisagreement` now where the previous rank makes another call, `TransferTimeout` for none."""
+        with _as_timeout():
+            self._verify()
 
     def _verify(self) -> None:
         if self._check is not None:
@@ -181,3 +186,15 @@ class GroupTransport:
             words = "word of its call" if way is self._notice else what(way.peer, way.is_recv)
             waiting = Waiting(self._ranks[way.peer], way.is_recv, way.number, words)
         return Exchange(self._ranks, tuple(self._sends), tuple(self._recvs), waiting)
+
+
+@contextmanager
+def _as_timeout() -> Iterator[None]:
+    """Outside of a schedule's actions, which would say more."""
+    try:
+        yield
+    except TransferLost as error:
+        raise TransferTimeout(
+            f"rank {error.peer} of the context-parallel group has not said in {error.waited_s:.1f} s which call it "
+            f"makes: {error.why}; it has failed, or is elsewhere"
+        ) from error

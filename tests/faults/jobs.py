@@ -157,7 +157,7 @@ class TorchrunJob(Job):
         return _num_lines(self.run / "metrics.jsonl") >= 2
 
     def _rank_of(self, pid: int) -> int | None:
-        return _rank_in_environment(pid)
+        return rank_in_environment(pid)
 
 
 class OperatorJob(Job):
@@ -200,7 +200,7 @@ def _bytes_sent(pid: int) -> int:
     return 0
 
 
-def _rank_in_environment(pid: int) -> int | None:
+def rank_in_environment(pid: int) -> int | None:
     """Of a process that torchrun has started, not of what that has started."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -84,6 +84,24 @@ def test_a_rank_in_the_other_pass_is_told_so():
     assert all(said)
 
 
+def stay_away(rank, size):
+    runtime = AttentionRuntime(settings())
+    group = dist.new_group()
+    attend(runtime, group)
+    end = how_it_ends(lambda: attend(runtime, group, tokens=24) if rank == 0 else None)
+    dist.barrier()
+    return end
+
+
+def test_a_rank_whose_neighbour_makes_no_call_is_told_at_the_deadline():
+    """Also where the ranks would first have to agree on a plan."""
+    (kind, words), *others = run_ranks(stay_away, 3)
+    assert kind == "TransferTimeout"
+    assert words.startswith("rank 2 of the context-parallel group has not said in 2.")
+    assert " which call it makes: " in words
+    assert [end[0] for end in others] == ["well"] * 2
+
+
 def count_notices(rank, size, checks):
     """Sends of a forward and a backward call beyond the two transfers that a ring of two has in each; their tags."""
     runtime = AttentionRuntime(settings(check_calls=checks, schedule="ring", deadline_s=60))

@@ -1,6 +1,9 @@
 """scripts/slurm/pretrain.sbatch on a real SLURM: two nodes with names and addresses of their own, two ranks each."""
 
+import os
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from charm_megatron.config import load_run_config
 from charm_megatron.train.pretrain import run_pretrain
 from charm_megatron.train.run_folder import RunFolder
+from tests.faults.jobs import rank_in_environment
 from tests.megatron.small_run import Run, Silent, assert_same_curve
 from tests.slurm.cluster import Cluster, wait_until
 
@@ -96,6 +100,34 @@ def test_a_killed_node_ends_the_job_and_is_named(cluster: Cluster, tmp_path: Pat
     assert last is not None, done.output
     assert int(last[1]) >= 2
     assert "life 2" not in done.output
+
+
+def test_a_stopped_rank_ends_the_job_within_the_deadline_and_is_named(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Nothing tells SLURM or torchrun of it."""
+    run = Run(RunFolder(tmp_path / "run"))
+    settings = ("megatron.train_iters=100000", "charm.deadline_s=5")
+    job = submit(cluster, run.folder.path, *(word for one in settings for word in ("--set", one)))
+    wait_until(lambda: len(run.steps) >= 2, 120, "training")
+    os.kill(process_of(3, run.folder.path), signal.SIGSTOP)
+    done = cluster.wait(job, timeout_s=60)
+    assert done.state == "FAILED", done.output
+    assert "rank 3 does not answer, for " in done.output
+    assert not any(f"rank {other} does not answer" in done.output for other in range(3))
+
+
+def process_of(rank: int, out: Path) -> int:
+    """The process of a rank of the job that writes there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if (
+                f"CHARM_OUT={out}".encode() in path.read_bytes()
+                and rank_in_environment(int(path.parent.name)) == rank
+            ):
+                found.append(int(path.parent.name))
+    return min(found)
 
 
 def test_a_master_address_of_one_machine_only_fails_here(cluster: Cluster, tmp_path: Path) -> None:
