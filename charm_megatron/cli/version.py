@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from charm_megatron import __version__
 from charm_megatron.doctor.apex import is_nvidias_apex
+from charm_megatron.doctor.probe import nccl_version
 
 NOT_INSTALLED = "not installed"
 UNRELATED = " (PyPI's unrelated package)"
@@ -40,8 +41,4 @@ def _cuda_and_nccl() -> tuple[str, str]:
         import torch
     except ImportError:
         return NOT_INSTALLED, NOT_INSTALLED
-    nccl = NOT_INSTALLED
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        nccl = ".".join(map(str, found))
-    return torch.version.cuda or NOT_INSTALLED, nccl
+    return torch.version.cuda or NOT_INSTALLED, nccl_version() or NOT_INSTALLED

@@ -16,6 +16,7 @@ from charm_megatron.mcore.compat import (
     require_megatron_version,
     require_te_version,
 )
+from charm_megatron.units import numbered
 
 Versions = Mapping[str, str | None]
 """Of distributions; None for one that is not installed."""
@@ -77,14 +78,7 @@ def version_differences(of_rank: Mapping[int, Versions]) -> tuple[Finding, ...]:
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
     """Returns "rank 3", or "ranks 0-3, 6" for ascending `ranks`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    return numbered("rank", ranks)
 
 
 def _torch(installed: str | None, probe: Callable[[str], Facts]) -> Iterator[Finding]:
@@ -109,7 +103,7 @@ def _of_torch(facts: Facts) -> Iterator[Finding]:
     for_cpu = "attention then runs on CPUs, over gloo"
     yield Finding("CUDA of torch", cuda) if cuda else Finding("CUDA of torch", "none", "absent", for_cpu)
     if gpus:
-        yield Finding("GPUs", _counted(gpus))
+        yield Finding("GPUs", counted(gpus))
     else:
         remedy = (
             for_cpu if cuda is None else f"{for_cpu}; where there are GPUs, see nvidia-smi and the driver"
@@ -128,7 +122,8 @@ def _of_torch(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _counted(names: list[str]) -> str:
+def counted(names: list[str]) -> str:
+    """As in "8 x NVIDIA H200", by their first appearance."""
     counts = {name: names.count(name) for name in names}
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 

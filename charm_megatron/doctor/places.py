@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from charm_megatron.doctor.findings import Finding
-from charm_megatron.doctor.packages import ranks_text
+from charm_megatron.doctor.packages import counted, ranks_text
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,7 @@ def place_findings(told: Mapping[int, RankTold]) -> tuple[Finding, ...]:
 
 def _host(host: str, told: Mapping[int, RankTold]) -> Finding:
     devices = [one.device for one in told.values()]
-    counted = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
-    parts = [f"{ranks_text(list(told))}: {counted}"]
+    parts = [f"{ranks_text(list(told))}: {counted(devices)}"]
     parts += _split("NUMA node", {rank: one.numa_node for rank, one in told.items()})
     parts += _split("NVLink island", {rank: one.island for rank, one in told.items()})
     problems = {one.problem: rank for rank, one in reversed(list(told.items())) if one.problem is not None}

@@ -49,19 +49,27 @@ def probe(name: str, timeout_s: float = PROBE_S) -> Facts:
     return {"problem": shortened(said[-1] if said else ended, MOST_SAID_CHARACTERS)}
 
 
+def nccl_version() -> str | None:
+    """The NCCL that torch was built with; None without one. Imports torch."""
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, found))
+
+
 def _torch() -> dict[str, Any]:
     import torch
 
     has_distributed = torch.distributed.is_available()
-    has_nccl = has_distributed and torch.distributed.is_nccl_available()
     sees_gpu = torch.cuda.is_available()
-    nccl: tuple[int, ...] = torch.cuda.nccl.version() if has_nccl else ()  # type: ignore[no-untyped-call]
     return {
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
         if sees_gpu
         else [],
-        "nccl": ".".join(map(str, nccl)) or None,
+        "nccl": nccl_version(),
         "gloo": has_distributed and torch.distributed.is_gloo_available(),
     }
 

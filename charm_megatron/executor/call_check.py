@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.errors import ScheduleDisagreement
+from charm_megatron.executor.lost import wait_on_host
 
 NOTICE_BYTES = 256
 DIGEST_BYTES = 8
@@ -31,14 +32,6 @@ MOST_TAG = 2**31 - 1
 NEXT_HEARS_S = 5.0
 MOST_NOTICES = 256
 """Kept, of calls that differ."""
-
-
-class NeighbourLost(RuntimeError):
-    """The neighbour has not said in time which call it makes."""
-
-    def __init__(self, peer: int, waited_s: float, why: str):
-        super().__init__(why)
-        self.peer, self.waited_s, self.why = peer, waited_s, why
 
 
 @dataclass
@@ -66,12 +59,14 @@ class CallCheck:
         self._sent: dist.Work | None = None
 
     def announce(self, words: str) -> int:
-        """Says that this rank now makes the call of these words, and returns the tag of its transfers."""
+        """Says that this rank now makes the call of these words, and returns the tag of its transfers.
+
+        The announcement before it is verified. Raises `TransferLost` where the next rank has not heard that one.
+        """
         notice, tag = _notice(words)
         ours = torch.frombuffer(bytearray(notice), dtype=torch.uint8)
-        self.verify()
         if self._sent is not None:
-            self._wait(self._sent, self._next)
+            wait_on_host(self._sent, self._next, False, time.monotonic(), self.deadline_s)
         theirs = torch.empty(NOTICE_BYTES, dtype=torch.uint8)
         recv = dist.irecv(theirs, group=self.group, group_src=self._previous, tag=NOTICE_TAG)
         self._sent = dist.isend(ours, group=self.group, group_dst=self._next, tag=NOTICE_TAG)
@@ -80,13 +75,13 @@ class CallCheck:
         return tag
 
     def verify(self) -> None:
-        """Raises `ScheduleDisagreement` where the previous rank makes another call, `NeighbourLost` where none.
+        """Raises `ScheduleDisagreement` where the previous rank makes another call, `TransferLost` where none.
 
         Does nothing where the last announcement was verified.
         """
         if (pending := self._pending) is None:
             return
-        self._wait(pending.recv, self._previous)
+        wait_on_host(pending.recv, self._previous, True, time.monotonic(), self.deadline_s)
         self._pending = None
         if bytes(pending.theirs.tolist()) != _notice(pending.words)[0]:
             self._let_next_hear()
@@ -100,13 +95,6 @@ class CallCheck:
         if self._sent is not None:
             with suppress(RuntimeError):
                 self._sent.wait(timedelta(seconds=min(NEXT_HEARS_S, self.deadline_s)))
-
-    def _wait(self, work: dist.Work, peer: int) -> None:
-        started_s = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:
-            raise NeighbourLost(peer, time.monotonic() - started_s, str(error).partition("\n")[0]) from error
 
 
 @lru_cache(maxsize=MOST_NOTICES)

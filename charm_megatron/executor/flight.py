@@ -9,8 +9,9 @@ from pathlib import Path
 
 from charm_megatron.compile import RankProgram
 from charm_megatron.errors import TransferTimeout
-from charm_megatron.executor.transport import TransferLost
+from charm_megatron.executor.lost import TransferLost
 from charm_megatron.files import write_text
+from charm_megatron.liveness.standing import transfer_text
 from charm_megatron.lowering.storage import WaitStep
 from charm_megatron.schedule.actions import Post
 
@@ -95,8 +96,8 @@ class FlightRecorder:
 
 def _missing(program: RankProgram, position: int, error: TransferLost) -> str:
     """As in "kv1 from rank 2": what the lost transfer carries."""
-    carried = _awaited(program, position, error.peer, error.is_recv) or "a transfer"
-    return f"{carried} {'from' if error.is_recv else 'to'} rank {error.peer}"
+    carried = _awaited(program, position, error.peer, error.is_recv)
+    return transfer_text(carried, error.is_recv, error.peer)
 
 
 def _awaited(program: RankProgram, position: int, peer: int, is_recv: bool) -> str:

@@ -67,11 +67,12 @@ def attention_of_sample(
         *sampled.shape[:2], num_heads, -1, sampled.shape[3]
     )  # [r, b, h, d] -> [r, b, h_k, g, d]
     positions = tokens_of_shard(sharding, rank).to(q.device)[index]
+    size = dist.get_world_size(group)
+    seen = [visible_keys(mask, positions, tokens_of_shard(sharding, src).to(q.device)) for src in range(size)]
     heads = [_RunningSoftmax(queries[:, :, head], v.shape[3], softmax_scale) for head in range(num_heads)]
     is_finite = queries.isfinite().all()
     for src, head, keys, values in _shards(group, k, v):
-        seen = visible_keys(mask, positions, tokens_of_shard(sharding, src).to(q.device))
-        heads[head].add(keys.double(), values.double(), seen)
+        heads[head].add(keys.double(), values.double(), seen[src])
         is_finite = is_finite & keys.isfinite().all() & values.isfinite().all()
     found = [head.results(q.dtype) for head in heads]
     out, lse, out_limit, lse_limit = (torch.cat([one[i] for one in found], dim=2) for i in range(4))

@@ -13,8 +13,9 @@ from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, Operand
 from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.held import HeldTensors
+from charm_megatron.executor.lost import TransferLost
 from charm_megatron.executor.reduce import Partial, add
-from charm_megatron.executor.transport import Transfer, TransferLost, Transport
+from charm_megatron.executor.transport import Transfer, Transport
 from charm_megatron.lowering.storage import (
     AccumulateStep,
     AttendStep,

@@ -25,7 +25,7 @@ from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.kernels import BlockSizes, Selection, select_kernel
-from charm_megatron.liveness.process import watch
+from charm_megatron.liveness.process import combined, watch
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.sharding import require_layout
@@ -222,11 +222,12 @@ class AttentionRuntime:
     @property
     def standing(self) -> Standing:
         """What this process does in its groups, asked from another thread: the latest action, and all exchanges."""
-        groups = list(self._groups.values())
-        exchanges = tuple(known.transport.transport.exchange(known.recorder.awaited) for known in groups)
-        doing = [known.recorder.doing for known in groups if known.recorder.doing[0]]
-        text, for_s = min(doing, key=lambda one: one[1], default=("", 0.0))
-        return Standing(text, for_s, exchanges)
+        return combined(
+            [
+                Standing(*known.recorder.doing, (known.transport.transport.exchange(known.recorder.awaited),))
+                for known in list(self._groups.values())
+            ]
+        )
 
     @property
     def num_bytes_sent_to_all(self) -> int:
@@ -274,7 +275,7 @@ class AttentionRuntime:
         """The check of a plan; None after the first `MOST_PLANS`, as where every step has another length."""
         checks = self._groups[group].checks
         if key not in checks and len(checks) < MOST_PLANS:
-            checks[key] = SelfCheck(group, plan, key[1])
+            checks[key] = SelfCheck(group, plan)
         return checks.get(key)
 
     def _agree(

@@ -60,9 +60,10 @@ class Finding:
 class SelfCheck:
     """What is still to be checked of a plan; `group` has agreed on it."""
 
-    def __init__(self, group: dist.ProcessGroup, plan: Plan, layout: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, plan: Plan) -> None:
         self._group, self._rank = group, dist.get_rank(group)
-        self._schedule, self._workload, self._layout = plan.name, plan.workload, layout
+        self._schedule, self._workload = plan.name, plan.workload
+        self._layout = plan.problem.sharding.layout
         self._planned = {way: int(plan.traffic(way).total_bytes[self._rank]) for way in DIRECTIONS}
         self._due = set(DIRECTIONS)
 

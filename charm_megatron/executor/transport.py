@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.errors import TransferTimeout
-from charm_megatron.executor.call_check import CallCheck, DeviceCallCheck, NeighbourLost, neighbours
+from charm_megatron.executor.call_check import CallCheck, DeviceCallCheck, neighbours
+from charm_megatron.executor.lost import TransferLost, wait_on_host
 from charm_megatron.liveness.standing import Exchange, Waiting
 
 Transfer = tuple[int, Tensor]
@@ -44,15 +44,6 @@ class Transport(Protocol):
         Raises `ScheduleDisagreement` where a neighbour is known to make another call.
         """
         ...
-
-
-class TransferLost(RuntimeError):
-    """A transfer has not ended in time, or its peer is gone: `peer` is that one, `why` is torch's reason."""
-
-    def __init__(self, peer: int, is_recv: bool, waited_s: float, why: str):
-        word = "from" if is_recv else "to"
-        super().__init__(f"a transfer {word} rank {peer} was given up after {waited_s:.1f} s: {why}")
-        self.peer, self.is_recv, self.waited_s, self.why = peer, is_recv, waited_s, why
 
 
 @dataclass(frozen=True)
@@ -107,10 +98,10 @@ class GroupTransport:
                 if device.type == "cuda"
                 else CallCheck(self.group, self.deadline_s)
             )
-        self.verify()
-        self._check = self._checks[device]
         after, before = neighbours(self.group)
-        with _as_timeout(), self._waiting_for_neighbours():
+        with _as_timeout():
+            self._verify()
+            self._check = self._checks[device]
             self._tag = self._check.announce(words)
         self._notice = self._way(before, is_recv=True)
         self._way(after, is_recv=False)
@@ -123,16 +114,8 @@ class GroupTransport:
     def _verify(self) -> None:
         if self._check is not None:
             self._waits_for = self._notice
-            with self._waiting_for_neighbours():
-                self._check.verify()
+            self._check.verify()
             self._check = self._waits_for = None
-
-    @contextmanager
-    def _waiting_for_neighbours(self) -> Iterator[None]:
-        try:
-            yield
-        except NeighbourLost as error:
-            raise TransferLost(error.peer, True, error.waited_s, error.why) from error
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Posted:
         ops = [self._op(dist.irecv, peer, x) for peer, x in recvs]
@@ -167,12 +150,7 @@ class GroupTransport:
         started_s = time.monotonic()
         for work, way in zip(handle.works, handle.ways, strict=True):
             self._waits_for = way
-            left_s = max(0.001, started_s + self.deadline_s - time.monotonic())
-            try:
-                work.wait(timedelta(seconds=left_s))
-            except RuntimeError as error:
-                why = str(error).splitlines()[0]
-                raise TransferLost(way.peer, way.is_recv, time.monotonic() - started_s, why) from error
+            wait_on_host(work, way.peer, way.is_recv, started_s, self.deadline_s)
         self._waits_for = None
 
     def exchange(self, what: Callable[[int, bool], str]) -> Exchange:

@@ -43,13 +43,15 @@ def standing_of_process() -> Standing:
     """That of everything watched: the latest action, and the exchanges of all."""
     with _lock:
         watched, addresses = list(_watched), frozenset(_addresses)
-    standings = [one.standing for one in watched]
+    return replace(combined([one.standing for one in watched]), addresses=addresses)
+
+
+def combined(standings: Sequence[Standing]) -> Standing:
+    """The latest action of several that one process does in turn, and their exchanges by group; no addresses."""
     active = [one for one in standings if one.doing]
+    latest = min(active, key=lambda one: one.for_s, default=Standing())
     exchanges = _merged([exchange for one in standings for exchange in one.exchanges])
-    if not active:
-        return Standing(exchanges=exchanges, addresses=addresses)
-    latest = min(active, key=lambda one: one.for_s)
-    return Standing(latest.doing, latest.for_s, exchanges, addresses)
+    return Standing(latest.doing, latest.for_s, exchanges)
 
 
 def _merged(exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from charm_megatron.liveness.standing import Exchange, Standing, Waiting
+from charm_megatron.liveness.standing import Exchange, Standing, Waiting, transfer_text
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _link(links: list[tuple[int, int]], standings: Mapping[int, Standing]) -> Ro
 def _words(waits: tuple[Exchange, Waiting] | None) -> str:
     assert waits is not None, "only ranks that wait are put in words"
     waiting = waits[1]
-    return f"{waiting.what or 'a transfer'} {'from' if waiting.is_recv else 'to'} rank {waiting.peer}"
+    return transfer_text(waiting.what, waiting.is_recv, waiting.peer)
 
 
 def _behind(rank: int, standings: Mapping[int, Standing]) -> Root:

@@ -5,6 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+def transfer_text(what: str, is_recv: bool, peer: int) -> str:
+    """As in "kv1 from rank 2"; `what` is empty where it is not known."""
+    return f"{what or 'a transfer'} {'from' if is_recv else 'to'} rank {peer}"
+
+
 @dataclass(frozen=True)
 class Waiting:
     """A rank stands still for one transfer: a receive from `peer`, or a send to it."""

@@ -11,6 +11,7 @@ from charm_megatron.executor.self_check import CheckedLayer
 from charm_megatron.log import Log
 from charm_megatron.mcore.compat import training_arguments
 from charm_megatron.mcore.limits import Layer, loss_notices, mask_of
+from charm_megatron.units import numbered
 from charm_megatron.workload import Mask, Workload
 
 if TYPE_CHECKING:
@@ -115,16 +116,4 @@ class SplitAttention:
 
     def _layer_lines(self) -> list[str]:
         """One line for each kind of layer that this rank has."""
-        return [f"{_numbers(numbers)}: {kind}" for kind, numbers in self._kinds.items()]
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    """As in "layers 1-3, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"layer{'s' if len(words) > 1 or '-' in words[0] else ''} {', '.join(words)}"
+        return [f"{numbered('layer', sorted(set(numbers)))}: {kind}" for kind, numbers in self._kinds.items()]

@@ -18,6 +18,7 @@ from charm_megatron.liveness.beats import SILENT_S
 from charm_megatron.liveness.root import Root, dead_link, find_root
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.processes.failure import KILLED, Failure, failure_by_exit
+from charm_megatron.processes.sockets import LATER_S
 
 GATHER_S = 2.0
 """How long after a first failure to wait for others, which may have happened earlier."""
@@ -103,21 +104,22 @@ def run_to_end(
     *,
     timeout_s: float | None = None,
     leave_s: float | None = None,
-    silence_s: float | None = None,
+    deadline_s: float | None = None,
 ) -> list[RankProcess]:
     """Starts the ranks and returns them when all have ended; no process of theirs is left, in any case.
 
     With `leave_s` ranks are done when all have finished; they then have so long to end, in whatever way. With
-    `silence_s` a rank fails that has beaten, and then not for so long. Raises `InvalidInput` where a rank says so,
-    `LaunchError` where one fails otherwise, which names the rank or the link that kept the others waiting;
-    `TransferTimeout` after `timeout_s`, `KeyboardInterrupt` for Ctrl-C.
+    `deadline_s`, that of transfers, a rank fails that has beaten, and then not for a little longer. Raises
+    `InvalidInput` where a rank says so, `LaunchError` where one fails otherwise, which names the rank or the link that
+    kept the others waiting; `TransferTimeout` after `timeout_s`, `KeyboardInterrupt` for Ctrl-C.
     """
     started: list[RankProcess] = []
     try:
         with _interrupts_as_bytes() as interrupts:
             # extend() keeps those that were started when a later one fails to start.
             started.extend(start(rank) for rank in ranks)
-            limits = _Limits(timeout_s or inf, leave_s, silence_s or inf)
+            silence_s = inf if deadline_s is None else deadline_s + LATER_S
+            limits = _Limits(timeout_s or inf, leave_s, silence_s)
             _follow(started, on_report, interrupts, limits)
     finally:
         _end(started)
@@ -126,7 +128,7 @@ def run_to_end(
 
 @dataclass(frozen=True)
 class _Limits:
-    """Seconds, as `run_to_end` takes them."""
+    """Seconds, as `run_to_end` takes them, and how long a rank may be silent."""
 
     timeout_s: float
     leave_s: float | None

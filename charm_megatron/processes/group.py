@@ -9,7 +9,7 @@ from typing import Any
 from charm_megatron.log import Log, silent
 from charm_megatron.processes.follow import RankProcess, run_to_end
 from charm_megatron.processes.ports import free_port
-from charm_megatron.processes.sockets import LATER_S, give_up_dead_links
+from charm_megatron.processes.sockets import give_up_dead_links
 from charm_megatron.processes.start import Report, start_rank
 
 LEAVE_S = 10.0
@@ -54,9 +54,8 @@ def run_in_group(
     def on_report(rank: int, line: Any) -> None:
         log(line)
 
-    silence_s = None if deadline_s is None else deadline_s + LATER_S
     ranks = run_to_end(
-        start, range(num_ranks), on_report, timeout_s=timeout_s, leave_s=LEAVE_S, silence_s=silence_s
+        start, range(num_ranks), on_report, timeout_s=timeout_s, leave_s=LEAVE_S, deadline_s=deadline_s
     )
     return [rank.result for rank in ranks]
 

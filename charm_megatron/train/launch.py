@@ -17,7 +17,6 @@ from charm_megatron.processes.environment import RankPlacement, threads_per_rank
 from charm_megatron.processes.follow import RankProcess, run_to_end
 from charm_megatron.processes.ports import free_port
 from charm_megatron.processes.server import ForkServer
-from charm_megatron.processes.sockets import LATER_S
 from charm_megatron.processes.start import Report, start_rank
 from charm_megatron.train.rank_job import RankJob, RunEvent
 from charm_megatron.train.run_folder import RunFolder
@@ -39,8 +38,8 @@ def run_ranks(job: RankJob, num_ranks: int, on_event: Callable[[RunEvent], None]
             rank, rank_main, (job, variables, num_threads), server=SERVER, log=job.folder.log(rank)
         )
 
-    silence_s = job.config.charm.deadline_s + LATER_S
-    run_to_end(start, range(num_ranks), lambda rank, event: on_event(event), silence_s=silence_s)
+    deadline_s = job.config.charm.deadline_s
+    run_to_end(start, range(num_ranks), lambda rank, event: on_event(event), deadline_s=deadline_s)
 
 
 def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threads: int) -> None:

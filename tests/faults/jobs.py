@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ def charm(*words: str) -> list[str]:
 
 
 @dataclass
-class Job:
+class Job(ABC):
     """A command that has ranks, in a network of its own; `folder` is where it writes."""
 
     folder: Path
@@ -118,11 +119,11 @@ class Job:
                 found[rank] = min(pid, found.get(rank, pid))
         return found
 
-    def _rank_of(self, pid: int) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _rank_of(self, pid: int) -> int | None: ...
 
-    def is_training(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_training(self) -> bool: ...
 
     def clean_up(self) -> None:
         for pid in self.processes():
@@ -138,11 +139,15 @@ def state_of(pid: int) -> str:
         return ""
 
 
-class PretrainJob(Job):
-    """`charm-megatron pretrain`, which starts its ranks itself."""
+class TrainingJob(Job):
+    """A run of pretraining."""
 
     def is_training(self) -> bool:
         return _num_lines(self.run / "metrics.jsonl") >= 2
+
+
+class PretrainJob(TrainingJob):
+    """`charm-megatron pretrain`, which starts its ranks itself."""
 
     def _rank_of(self, pid: int) -> int | None:
         """A rank writes to its log, and leads a process group; what it has started does not."""
@@ -150,11 +155,8 @@ class PretrainJob(Job):
         return int(found[1]) if found and os.getpgid(pid) == pid else None
 
 
-class TorchrunJob(Job):
+class TorchrunJob(TrainingJob):
     """The same under torchrun."""
-
-    def is_training(self) -> bool:
-        return _num_lines(self.run / "metrics.jsonl") >= 2
 
     def _rank_of(self, pid: int) -> int | None:
         return rank_in_environment(pid)
