@@ -2,8 +2,10 @@
 
 The rank that notices is rarely the one to blame: ranks wait for one that waits for another. A rank that is silent is to
 blame. Otherwise who waits is followed to whom it waits for. Transfers between two ranks match in the order in which
-they are posted, so their counts say whether both ends have posted one: then the link between them is to blame, and else
-the peer, which has not come so far, or whom that peer waits for in turn.
+they are posted, so their counts say whether both ends have posted one: then the link between them is to blame. Else it
+is the peer, which has not come so far, or whom that peer waits for in turn; but where that one has itself lost a
+connection because the kernel gave it up, it waited in a collective that nothing here knows, and that link is to blame.
+The kernel's word comes a little later than a transfer's deadline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,18 @@ class Root:
 
     sentence: str
     ranks: tuple[int, ...]
+    is_final: bool = True
+    """Whether nothing that the kernel may still say of connections would tell more."""
 
 
-def find_root(standings: Mapping[int, Standing], silent_s: Mapping[int, float]) -> Root | None:
+Dead = Sequence[tuple[int, tuple[str, ...]]]
+"""Ranks that lost a connection because the kernel gave it up, and the address of its other end in each way in which it
+may be written."""
+
+
+def find_root(
+    standings: Mapping[int, Standing], silent_s: Mapping[int, float], dead: Dead = ()
+) -> Root | None:
     """What keeps ranks waiting; None where nothing that they say tells.
 
     `silent_s`: seconds since anything was heard of the ranks that do not answer.
@@ -33,19 +44,17 @@ def find_root(standings: Mapping[int, Standing], silent_s: Mapping[int, float]) 
     if links:
         return _link(links, standings)
     ends = [path[-1] for path in paths if path[-1] not in path[:-1]]
-    if ends:
-        return _behind(max(ends, key=ends.count), standings)
+    last = max(ends, key=ends.count) if ends else None
+    # A rank that does something else for too long fills its connections, which the kernel may then give up as well.
+    of_last = [one for one in dead if last in (None, one[0])]
+    if of_last:
+        return _dead_link(*of_last[0], standings)
+    if last is not None:
+        return _behind(last, standings)
     return _circle(paths[0], standings) if paths else None
 
 
-def dead_link(ends: Sequence[tuple[int, tuple[str, ...]]], standings: Mapping[int, Standing]) -> Root | None:
-    """The link that broke, by the ranks that lost a connection to the kernel, and the addresses of the other ends.
-
-    An address comes in each way in which it may be written. None without any.
-    """
-    if not ends:
-        return None
-    rank, addresses = ends[0]
+def _dead_link(rank: int, addresses: Sequence[str], standings: Mapping[int, Standing]) -> Root:
     others = [
         peer
         for peer, standing in standings.items()
@@ -113,7 +122,7 @@ def _words(waits: tuple[Exchange, Waiting] | None) -> str:
 
 def _behind(rank: int, standings: Mapping[int, Standing]) -> Root:
     says = f"it answers: {standings[rank]}" if rank in standings else "it has said nothing"
-    return Root(f"rank {rank} keeps the others waiting; {says}", (rank,))
+    return Root(f"rank {rank} keeps the others waiting; {says}", (rank,), is_final=False)
 
 
 def _circle(path: list[int], standings: Mapping[int, Standing]) -> Root:

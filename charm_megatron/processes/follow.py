@@ -15,13 +15,16 @@ from typing import Any
 
 from charm_megatron.errors import InvalidInput, LaunchError, TransferTimeout
 from charm_megatron.liveness.beats import SILENT_S
-from charm_megatron.liveness.root import Root, dead_link, find_root
+from charm_megatron.liveness.root import Root, find_root
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.processes.failure import KILLED, Failure, failure_by_exit
 from charm_megatron.processes.sockets import LATER_S
 
 GATHER_S = 2.0
 """How long after a first failure to wait for others, which may have happened earlier."""
+
+KERNEL_S = LATER_S + 1.0
+"""How much longer, where the kernel may be about to give up the connection that keeps a rank waiting."""
 
 TERMINATE_S = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
@@ -143,7 +146,14 @@ def _follow(
     looked_at_s = time.monotonic()
     deadline_s = looked_at_s + limits.timeout_s
     is_settled = False  # what the outcome is
-    while running and (left_s := deadline_s - time.monotonic()) > 0:
+    has_asked_kernel = False
+    while running:
+        if (left_s := deadline_s - time.monotonic()) <= 0:
+            if not is_settled or has_asked_kernel or _is_final(ranks, running):
+                break
+            has_asked_kernel = True
+            left_s = KERNEL_S
+            deadline_s = time.monotonic() + left_s
         ready = wait([interrupts, *(s for rank in running for s in rank.sources)], min(POLL_S, left_s))
         if interrupts in ready:
             raise KeyboardInterrupt
@@ -188,24 +198,41 @@ def _silent(running: Iterable[RankProcess], longest_s: float) -> dict[int, float
 def _outcome(
     ranks: Sequence[RankProcess], running: Sequence[RankProcess], is_settled: bool, limits: _Limits
 ) -> Exception | None:
-    failed = sorted((rank for rank in ranks if rank.failure), key=_blame)
-    standings = {rank.rank: rank.standing for rank in ranks if rank.standing is not None}
-    if failed:
-        first = failed[0]
-        assert first.failure is not None, "it has failed"
-        root = None
-        if first.failure.is_lost_peer:
-            # One that was aborted has not said what it did then.
-            has_words = first.exit_code is None or first.exit_code >= 0
-            root = find_root(standings if has_words else {}, _silent(running, SILENT_S))
-            root = root or dead_link(_dead(failed), standings)
+    if failed := _failed(ranks):
+        root = _root(ranks, running)
         return _error(_speaker(failed, root), root)
-    if root := find_root(standings, silent) if (silent := _silent(running, limits.silence_s)) else None:
-        return LaunchError(root.sentence)
+    if silent := _silent(running, limits.silence_s):
+        root = find_root(_standings(ranks), silent)
+        return LaunchError(root.sentence) if root else None
     if running and not is_settled:
         numbers = ", ".join(str(rank.rank) for rank in running)
         return TransferTimeout(f"ranks {numbers} have not ended after {limits.timeout_s:g} s")
     return None
+
+
+def _failed(ranks: Iterable[RankProcess]) -> list[RankProcess]:
+    """The ranks that failed, in the order in which they are to blame."""
+    return sorted((rank for rank in ranks if rank.failure), key=_blame)
+
+
+def _standings(ranks: Iterable[RankProcess]) -> dict[int, Standing]:
+    return {rank.rank: rank.standing for rank in ranks if rank.standing is not None}
+
+
+def _root(ranks: Iterable[RankProcess], running: Iterable[RankProcess]) -> Root | None:
+    """What made ranks fail; None where they failed by themselves."""
+    failed = _failed(ranks)
+    if not failed or failed[0].failure is None or not failed[0].failure.is_lost_peer:
+        return None
+    # One that was aborted has not said what it did then.
+    has_words = failed[0].exit_code is None or failed[0].exit_code >= 0
+    return find_root(_standings(ranks) if has_words else {}, _silent(running, SILENT_S), _dead(failed))
+
+
+def _is_final(ranks: Iterable[RankProcess], running: Iterable[RankProcess]) -> bool:
+    """Whether what made ranks fail is as well known as it will be."""
+    root = _root(ranks, running)
+    return root is None or root.is_final
 
 
 def _dead(failed: Iterable[RankProcess]) -> list[tuple[int, tuple[str, ...]]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from charm_megatron.errors import CharmError, InvalidInput, LaunchError
 from charm_megatron.liveness.beats import heartbeats
 from charm_megatron.liveness.process import standing_of_process
-from charm_megatron.liveness.root import Root, dead_link, find_root
+from charm_megatron.liveness.root import Root, find_root
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.processes.environment import launched_rank
 from charm_megatron.processes.failure import Failure, failure_of
@@ -222,7 +222,7 @@ class JobRank:
         """
         failure = failure_of(error)
         said: list[str] = []
-        _within(lambda: said.append(self._explained(failure)), 3 * self.period_s + 2 * LATER_S)
+        _within(lambda: said.append(self._explained(failure)), 3 * self.period_s + 3 * LATER_S)
         sentence = said[0] if said else (self._unreachable if failure.is_lost_peer else "")
         is_first = self._is_first_to_speak()
         end_stopped_siblings()
@@ -244,10 +244,15 @@ class JobRank:
             ranks = self._peers()
             before = self._heard(ranks)
         time.sleep(2 * self.period_s + LATER_S / 2)
-        with self._lock:
-            after = self._heard(ranks)
-        root = _root(before, after)
+        root = self._root_after(before)
+        if root and not root.is_final:
+            time.sleep(LATER_S)  # the kernel may have more to say
+            root = self._root_after(before) or root
         return root.sentence if root else ""
+
+    def _root_after(self, before: Mapping[int, _Heard]) -> Root | None:
+        with self._lock:
+            return _root(before, self._heard(before))
 
     def _peers(self) -> tuple[int, ...]:
         """The ranks that this one exchanges with; all of a job, where that is not known."""
@@ -268,7 +273,7 @@ def _root(before: Mapping[int, _Heard], after: Mapping[int, _Heard]) -> Root | N
     }
     standings = {rank: one.standing for rank, one in after.items()}
     dead = [(rank, one.dead) for rank, one in after.items() if one.dead]
-    return find_root(standings, silent) or dead_link(dead, standings)
+    return find_root(standings, silent, dead)
 
 
 def _key(rank: int) -> str:

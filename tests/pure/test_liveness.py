@@ -1,12 +1,13 @@
 """What keeps ranks waiting is found from what all of them say, whoever notices it first."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from charm_megatron.liveness.beats import heartbeats
 from charm_megatron.liveness.process import standing_of_process, watch, watch_addresses
-from charm_megatron.liveness.root import dead_link, find_root, named
+from charm_megatron.liveness.root import find_root, named
 from charm_megatron.liveness.standing import Exchange, Standing, Waiting
 
 pytestmark = pytest.mark.pure
@@ -92,10 +93,29 @@ def test_nothing_is_said_where_nobody_waits():
 
 def test_a_dead_connection_is_named_by_its_two_ranks_where_the_other_end_is_known():
     known = {2: Standing(addresses=frozenset({"10.0.0.2:4000"}))}
-    assert dead_link([(1, ("10.0.0.2:9999", "10.0.0.2:4000"))], known).ranks == (1, 2)
-    root = dead_link([(1, ("10.0.0.3:1", "10.0.0.3:2"))], known)
+    assert find_root(known, {}, [(1, ("10.0.0.2:9999", "10.0.0.2:4000"))]).ranks == (1, 2)
+    root = find_root(known, {}, [(1, ("10.0.0.3:1", "10.0.0.3:2"))])
     assert root.sentence.startswith("the link of rank 1 to 10.0.0.3:1 does not carry")
-    assert dead_link([], known) is None
+
+
+def test_a_rank_behind_that_lost_a_connection_to_the_kernel_was_itself_kept_waiting_by_that_link():
+    """As in a collective of Megatron's own, of which attention knows nothing."""
+    standings = {
+        0: Standing(),
+        1: replace(standing(3, recvs=[3]), addresses=frozenset({"10.0.0.1:4000"})),
+        2: standing(1, recvs=[1]),
+        3: standing(),
+    }
+    behind = find_root(standings, {})
+    assert (behind.ranks, behind.is_final) == ((3,), False)
+    link = find_root(standings, {}, [(3, ("10.0.0.1:4000",))])
+    assert (link.ranks, link.is_final) == ((1, 3), True)
+
+
+def test_a_rank_that_does_something_else_is_to_blame_though_connections_to_it_are_given_up():
+    standings = {0: standing(1, recvs=[1]), 1: replace(standing(), addresses=frozenset({"10.0.0.1:4000"}))}
+    assert find_root(standings, {}, [(0, ("10.0.0.1:4000",))]).ranks == (1,)
+    assert "keeps the others waiting" in find_root(standings, {}, [(0, ("10.0.0.1:4000",))]).sentence
 
 
 def test_a_standing_survives_the_way_to_other_ranks():

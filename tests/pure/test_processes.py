@@ -4,12 +4,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from charm_megatron.errors import ConfigError, InvalidInput, LaunchError, TopologyError, TransferTimeout
+from charm_megatron.liveness.process import watch, watch_addresses
+from charm_megatron.liveness.standing import Exchange, Standing, Waiting
 from charm_megatron.processes.environment import (
     RankPlacement,
     is_later_rank,
@@ -20,7 +23,7 @@ from charm_megatron.processes.environment import (
     threads_per_rank,
 )
 from charm_megatron.processes.failure import ending, failure_of, reason
-from charm_megatron.processes.follow import run_to_end
+from charm_megatron.processes.follow import GATHER_S, run_to_end
 from charm_megatron.processes.output import last_lines_of
 from charm_megatron.processes.ports import free_port
 from charm_megatron.processes.start import Report, start_rank
@@ -129,6 +132,34 @@ def test_a_rank_that_is_killed_is_blamed_before_one_that_raised_and_is_named_wit
         time.sleep(600)
 
     with pytest.raises(LaunchError, match=r"^rank 1 failed: killed by SIGKILL$"):
+        run(fail, 3)
+
+
+@dataclass(eq=False)
+class Waits:
+    """Something that a rank does."""
+
+    standing: Standing
+
+
+def test_a_link_that_the_kernel_gives_up_a_little_later_is_blamed_before_the_rank_that_waited_for_it() -> (
+    None
+):
+    """Rank 0 waits in attention for rank 1, and that one in a collective of the model for rank 2."""
+
+    def fail(report: Report, rank: int) -> None:
+        if rank == 0:
+            waits = Exchange((0, 1, 2), (0, 0, 0), (0, 1, 0), Waiting(1, True, 0, "kv1"))
+            waiting = Waits(Standing("in charm forward", 3.0, (waits,)))
+            watch(waiting)
+            raise TransferTimeout("gave up a transfer from rank 1")
+        if rank == 1:
+            time.sleep(GATHER_S + 1)
+            raise RuntimeError("[10.0.0.3]:4000: Connection timed out")
+        watch_addresses(["10.0.0.3:4000"])
+        time.sleep(600)
+
+    with pytest.raises(LaunchError, match=r"^the link between ranks 1 and 2 does not carry: the kernel"):
         run(fail, 3)
 
 
