@@ -87,7 +87,7 @@ class Plan:
 
     def rank_programs(self, direction: Direction, rank: int) -> tuple[RankProgram, ...]:
         """What one rank runs in one direction."""
-        return tuple(rank_program(schedule, rank) for schedule in self.phases(direction))
+        return tuple(rank_program(schedule, rank, self.wire) for schedule in self.phases(direction))
 
     def traffic(self, direction: Direction) -> Traffic:
         """What each rank sends in one direction."""
@@ -113,10 +113,10 @@ class Plan:
         return "\n".join(format_schedule(schedule) for schedule in self.schedules)
 
 
-def rank_program(schedule: Schedule, rank: int) -> RankProgram:
+def rank_program(schedule: Schedule, rank: int, wire: WireFormat) -> RankProgram:
     """What one rank runs of one phase."""
     program = schedule.program(rank)
-    storage = plan_storage(program, schedule.pass_, schedule.problem, rank)
+    storage = plan_storage(program, schedule.pass_, schedule.problem, rank, wire.wide(schedule.pass_))
     return RankProgram(schedule.name, schedule.pass_, program, storage)
 
 

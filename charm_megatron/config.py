@@ -18,7 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from charm_megatron.errors import MOST_QUOTED_CHARACTERS, ConfigError, nearest, quoted, shortened
 from charm_megatron.files import exists
-from charm_megatron.limits import MOST_DEADLINE_S, MOST_JOB_RANKS, MOST_RANKS, MOST_STEPS, MOST_YAML_BYTES
+from charm_megatron.limits import (
+    MOST_DEADLINE_S,
+    MOST_IDLE_MIB,
+    MOST_JOB_RANKS,
+    MOST_RANKS,
+    MOST_STEPS,
+    MOST_YAML_BYTES,
+)
 from charm_megatron.reading import parse_yaml, path_text, read_text
 
 MegatronValue = bool | int | float | str | list[bool | int | float | str] | None
@@ -62,6 +69,12 @@ class CharmConfig(Section):
     )
     fuse: bool = Field(
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
+    )
+    idle_memory_mib: int = Field(
+        1024,
+        ge=0,
+        le=MOST_IDLE_MIB,
+        description="Memory for transfers that a CPU rank keeps between calls, in MiB; on GPUs torch's allocator does.",
     )
     check_calls: bool = Field(
         True,

@@ -3,7 +3,7 @@
 Legend of shapes: s tokens of this rank, b batch, h query heads, h_k KV heads, d and d_v head widths.
 """
 
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -21,6 +21,9 @@ from charm_megatron.sharding import Sharding, make_sharding
 from charm_megatron.workload import Mask
 
 Group = dist.ProcessGroup | None
+
+MOST_RUNTIMES = 16
+"""Combinations of settings whose plans are kept. With more, those of the one used longest ago are made again."""
 
 
 class Settings(TypedDict, total=False):
@@ -66,7 +69,7 @@ def context_parallel_attention(
     return runtime.attention(q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout)
 
 
-@cache
+@lru_cache(maxsize=MOST_RUNTIMES)
 def _runtime(config: CharmConfig) -> AttentionRuntime:
     """One per process and settings, for callers who want to keep none."""
     return AttentionRuntime(config)

@@ -24,6 +24,8 @@ MOST_COPIES = 2**16
 """Times that a piece is resent."""
 MOST_BLOCKS = 2**20
 """Of one pass in a schedule file."""
+MOST_IDLE_MIB = 2**24
+"""That a rank keeps between calls: 16 TiB."""
 MOST_OWN_RANKS = 256
 """That a benchmark starts on one machine."""
 MOST_ELEMENTS = 2**36

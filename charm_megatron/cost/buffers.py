@@ -1,6 +1,6 @@
-"""The buffers that a rank takes from the executor's pool while it runs a program."""
+"""The memory that a rank takes for one run of a program: a place in it for each buffer that comes and goes."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +9,9 @@ import numpy as np
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.lowering.storage import Buffer, Storage, plan_storage
 from charm_megatron.schedule.schedule import Schedule
+
+ALIGNMENT_BYTES = 128
+"""Of each buffer's place: what devices load, and network cards copy, at a time."""
 
 
 @dataclass(frozen=True)
@@ -24,28 +27,18 @@ class Lifetime:
 class Buffers:
     """Buffers of one rank beside its tensors and its own results.
 
-    `slot_bytes` are the sizes of all slots, of which each serves one buffer after the other: what the
-    executor's pool grows to. `peak_buffers` and `peak_bytes` are the most in use at one time; they are less where
-    slots of one size lie idle while another size is needed.
+    `pool_bytes` is the memory that a run takes for all of them, one after the other in the same places.
+    `peak_buffers` and `peak_bytes` are the most in use at one time; they are less where places do not fit.
     """
 
-    slot_bytes: tuple[int, ...] = ()
+    pool_bytes: int = 0
     peak_buffers: int = 0
     peak_bytes: int = 0
 
-    @property
-    def num_slots(self) -> int:
-        return len(self.slot_bytes)
-
-    @property
-    def pool_bytes(self) -> int:
-        return sum(self.slot_bytes)
-
     def __or__(self, other: "Buffers") -> "Buffers":
         """What serves both, one after the other."""
-        slots = Counter(self.slot_bytes) | Counter(other.slot_bytes)
         return Buffers(
-            tuple(sorted(slots.elements(), reverse=True)),
+            max(self.pool_bytes, other.pool_bytes),
             max(self.peak_buffers, other.peak_buffers),
             max(self.peak_bytes, other.peak_bytes),
         )
@@ -53,47 +46,77 @@ class Buffers:
 
 def peak_buffers(schedule: Schedule, wire: WireFormat, rank: int) -> Buffers:
     """What one rank needs while it runs its program, which must be one that the checker accepts."""
-    spans = lifetimes(plan_storage(schedule.program(rank), schedule.pass_, schedule.problem, rank), wire)
-    slots = assign_slots(spans)
-    sizes = dict(zip(slots, (span.num_bytes for span in spans), strict=True))
+    wide = wire.wide(schedule.pass_)
+    storage = plan_storage(schedule.program(rank), schedule.pass_, schedule.problem, rank, wide)
+    spans = [span for span in lifetimes(storage, wire) if span is not None]
     change: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for span in spans:
         for at, sign in ((span.first, 1), (span.last, -1)):
             change[at][0] += sign
             change[at][1] += sign * span.num_bytes
     in_use = np.cumsum([change[at] for at in sorted(change)] or [[0, 0]], axis=0).max(axis=0)
-    return Buffers(tuple(sorted(sizes.values(), reverse=True)), int(in_use[0]), int(in_use[1]))
+    return Buffers(arena(storage, wire).num_bytes, int(in_use[0]), int(in_use[1]))
 
 
-def assign_slots(spans: Sequence[Lifetime]) -> list[int]:
-    """The slot of each buffer, by a linear scan: the slot of its size that was given back last, or a new one."""
-    idle: dict[int, list[int]] = defaultdict(list)
-    ending: list[tuple[int, int]] = []  # (last, number of the buffer)
-    slots: dict[int, int] = {}
-    num_slots = 0
-    for i in sorted(range(len(spans)), key=lambda i: spans[i].first):
-        for last, ended in sorted(item for item in ending if item[0] <= spans[i].first):
-            ending.remove((last, ended))
-            idle[spans[ended].num_bytes].append(slots[ended])
-        if idle[spans[i].num_bytes]:
-            slots[i] = idle[spans[i].num_bytes].pop()
-        else:
-            slots[i], num_slots = num_slots, num_slots + 1
-        ending.append((spans[i].last, i))
-    return [slots[i] for i in range(len(spans))]
+@dataclass(frozen=True)
+class Arena:
+    """The memory of a run: where each buffer of its storage begins, in bytes; None for tensors of the rank's own."""
+
+    offsets: tuple[int | None, ...]
+    num_bytes: int
 
 
-def lifetimes(storage: Storage, wire: WireFormat) -> list[Lifetime]:
-    """The buffers that running a program takes from the executor's pool, in the order of taking.
+def arena(storage: Storage, wire: WireFormat) -> Arena:
+    """Places the buffers of a storage: two that are in use at one time never overlap."""
+    spans = lifetimes(storage, wire)
+    placed = iter(place([span for span in spans if span is not None]))
+    offsets = tuple(None if span is None else next(placed) for span in spans)
+    ends = [
+        at + span.num_bytes
+        for at, span in zip(offsets, spans, strict=True)
+        if at is not None and span is not None
+    ]
+    return Arena(offsets, _aligned(max(ends, default=0)))
 
-    They are: this rank's operands where their fields must be packed side by side; a buffer for each message that
-    arrives; one for each message that leaves, unless its pieces lie in one buffer as they travel; and
-    accumulators for results that are not at home here. The rank's own results are no part of it.
+
+def place(spans: Sequence[Lifetime]) -> list[int]:
+    """The offset of each buffer: in order of time, the smallest gap between those in use that takes it."""
+    offsets = [0] * len(spans)
+    in_use: list[tuple[int, int, int]] = []  # (offset, end, last), by offset
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].first, -spans[i].num_bytes)):
+        span = spans[i]
+        in_use = [one for one in in_use if one[2] > span.first]
+        size = _aligned(span.num_bytes)
+        offsets[i] = _gap(in_use, size)
+        in_use = sorted([*in_use, (offsets[i], offsets[i] + size, max(span.last, span.first + 1))])
+    return offsets
+
+
+def _gap(in_use: Sequence[tuple[int, int, int]], size: int) -> int:
+    """Where `size` bytes fit: the tightest place between, else behind the last."""
+    best: tuple[int, int] | None = None
+    end = 0
+    for begin, stop, _ in in_use:
+        if begin - end >= size and (best is None or begin - end < best[0]):
+            best = begin - end, end
+        end = max(end, stop)
+    return end if best is None else best[1]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def lifetimes(storage: Storage, wire: WireFormat) -> list[Lifetime | None]:
+    """When each buffer of a storage is in use; None for tensors of the rank's own, which are no part of a run's memory.
+
+    They are: this rank's operands where they are sent and their fields must be packed side by side; a buffer for each
+    message that arrives; one for each message that leaves, unless its pieces lie in one buffer as they travel; what
+    stands in for tensors that visiting queries leave at home; and accumulators for results that are not at home here.
     """
     return [
-        Lifetime(buffer_bytes(buffer, wire), buffer.first, buffer.last)
+        None if buffer.is_home else Lifetime(buffer_bytes(buffer, wire), buffer.first, buffer.last)
         for buffer in storage.buffers
-        if buffer.is_pooled
     ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.errors import WorkloadError
+from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.payload import Payload
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
@@ -63,6 +64,11 @@ class WireFormat:
             "grad_return": self.grad_return_dtype,
         }
         return roles[payload.dtype_role]
+
+    def wide(self, pass_: Pass) -> frozenset[str]:
+        """The results of a pass, by payload, that travel in the accumulate dtype."""
+        dtype = self.workload.accumulate_dtype
+        return frozenset(payload.name for payload in pass_.results if self.value_dtype(payload) == dtype)
 
     def token_bytes(self, payload: Payload) -> int:
         """Bytes of one token of a piece on the wire."""

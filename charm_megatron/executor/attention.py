@@ -10,12 +10,13 @@ from torch.autograd.function import once_differentiable
 
 from charm_megatron.compile import Plan
 from charm_megatron.cost.wire import WireFormat
-from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, BlockKey
 from charm_megatron.executor.flight import FlightRecorder
-from charm_megatron.executor.run import LabelledProgram, ProgramRun
+from charm_megatron.executor.memory import Memory
+from charm_megatron.executor.run import BoundProgram, ProgramRun
 from charm_megatron.executor.transport import Transport
-from charm_megatron.kernels import BlockKernel, accumulate_dtype
+from charm_megatron.kernels import BlockKernel
+from charm_megatron.kernels.elementwise import Elementwise, TorchElementwise
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 
@@ -27,12 +28,13 @@ class AttentionCall:
     """
 
     rank: int
-    forward_programs: tuple[LabelledProgram, ...]
-    backward_programs: tuple[LabelledProgram, ...]
+    forward_programs: tuple[BoundProgram, ...]
+    backward_programs: tuple[BoundProgram, ...]
     wire: WireFormat
     kernel: BlockKernel
+    elementwise: Elementwise
     transport: Transport
-    pool: BufferPool
+    memory: Memory
     recorder: FlightRecorder
     names: Mapping[Direction, str]
     """Of the pass, for other ranks to compare."""
@@ -62,31 +64,32 @@ class AttentionCall:
     ) -> "Phases[tuple[Tensor, Tensor, Tensor]]":
         """The runs of the backward pass, as `forward_phases`."""
         self._announce(Direction.BACKWARD, softmax_scale, q.device)
-        accumulate = accumulate_dtype(q.dtype)
-        delta = (dout.to(accumulate) * result.out.to(accumulate)).sum(-1)  # [s, b, h]
-        tensors = {"q": q, "k": k, "v": v, "dout": dout, "lse": result.lse, "delta": delta}
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "lse": result.lse, "out": result.out}
         context = self._context(softmax_scale, dict(result.probabilities))
         yield from self._phases(self.backward_programs, context, tensors)
         return tensors["dq"].to(q.dtype), tensors["dk"].to(k.dtype), tensors["dv"].to(v.dtype)
 
     def _phases(
-        self, programs: Sequence[LabelledProgram], context: BlockContext, tensors: MutableMapping[str, Tensor]
+        self, programs: Sequence[BoundProgram], context: BlockContext, tensors: MutableMapping[str, Tensor]
     ) -> "Phases[None]":
         """Runs the phases of one direction; each adds its results to `tensors`."""
         chunks = self.wire.problem.sharding.chunks_of(self.rank)
         for program in programs:
             COMPUTATIONS[program.compiled.pass_].prepare(context, chunks, tensors)
-            run = ProgramRun(program, self.wire, self.pool, context, self.transport, self.recorder)
-            run.bind(tensors)
-            yield run
+            run = ProgramRun(
+                program, self.memory, context, self.transport, self.elementwise, self.recorder, tensors
+            )
+            try:
+                yield run
+            finally:
+                run.close()
             tensors.update(run.results())
-            run.close()
 
     def _announce(self, direction: Direction, softmax_scale: float, device: torch.device) -> None:
         self.transport.announce(f"makes {self.names[direction]}, scale {softmax_scale:.17g}", device)
 
     def _context(self, softmax_scale: float, logits: dict[BlockKey, Tensor]) -> BlockContext:
-        return BlockContext(self.kernel, softmax_scale, self.wire.workload.head_dim, logits)
+        return BlockContext(self.kernel, softmax_scale, logits)
 
 
 def attention_call(
@@ -94,20 +97,25 @@ def attention_call(
     rank: int,
     kernel: BlockKernel,
     transport: Transport,
-    pool: BufferPool,
+    memory: Memory,
     recorder: FlightRecorder | None = None,
+    elementwise: Elementwise | None = None,
 ) -> AttentionCall:
-    """What one rank runs of a plan."""
+    """What one rank runs of a plan; `elementwise` is torch's unless another one is given."""
     forward, backward = (
-        tuple(map(LabelledProgram, plan.rank_programs(direction, rank))) for direction in DIRECTIONS
+        tuple(BoundProgram(program, plan.wire) for program in plan.rank_programs(direction, rank))
+        for direction in DIRECTIONS
     )
+    elementwise = elementwise or TorchElementwise()
     recorder = recorder or FlightRecorder(rank)
     layout = plan.problem.sharding.layout
     names = {
         direction: f"{plan.name} {direction} of {plan.workload.summary}, {layout}, plan {plan.digest[:12]}"
         for direction in DIRECTIONS
     }
-    return AttentionCall(rank, forward, backward, plan.wire, kernel, transport, pool, recorder, names)
+    return AttentionCall(
+        rank, forward, backward, plan.wire, kernel, elementwise, transport, memory, recorder, names
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,11 @@ def run_phases[Result](phases: Phases[Result]) -> Result:
         except StopIteration as end:
             result: Result = end.value
             return result
-        run.run()
+        try:
+            run.run()
+        except BaseException:
+            phases.close()
+            raise
 
 
 class ContextParallelAttention(torch.autograd.Function):

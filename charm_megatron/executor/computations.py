@@ -1,7 +1,7 @@
 """What an Attend computes under each pass: one computation for each, chosen by the pass itself.
 
-A computation takes the operands of a rectangle of blocks and returns a partial result for each of the pass's results,
-in their order. Adding a pass is a `Pass` and a `Computation`, nothing else.
+A computation takes the operands of a rectangle of blocks, field by field, and returns a partial result for each of the
+pass's results, in their order. Adding a pass is a `Pass` and a `Computation`, nothing else.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from charm_megatron.executor.reduce import Partial
 from charm_megatron.kernels import BlockKernel, masked_logits
 from charm_megatron.lowering.storage import AttendStep
+from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.passes import (
     BACKWARD,
     FORWARD,
@@ -39,15 +39,28 @@ class BlockContext:
 
     kernel: BlockKernel
     softmax_scale: float
-    head_dim: int
     logits: dict[BlockKey, Tensor] = field(default_factory=dict)
 
 
-class Operand(NamedTuple):
-    """One side of a rectangle: values [s, b, h, w] and statistics [s, b, h, c]."""
+class Partial(NamedTuple):
+    """A partial result: its fields [s, b, h, ..], and their lse [s, b, h] where they are merged by it."""
 
-    values: Tensor
-    stats: Tensor
+    values: Sequence[Tensor]
+    lse: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a computation is to know of a rectangle: its chunks and its mask.
+
+    `q_rows` and `kv_rows` are the bounds of the chunks in tokens, beginning with 0. Where computations take only the
+    rows and keys that a band leaves, `band` is that of those.
+    """
+
+    action: Attend
+    band: Band | None
+    q_rows: tuple[int, ...]
+    kv_rows: tuple[int, ...]
 
 
 Attended = Sequence[Partial]
@@ -60,58 +73,67 @@ def _nothing(context: BlockContext, chunks: Sequence[int], tensors: MutableMappi
 
 @dataclass(frozen=True)
 class Computation:
-    """`attend` computes a rectangle; `prepare` runs before the pass, on the tensors of the rank's chunks by name."""
+    """`attend` computes a rectangle from the fields of its operands; `prepare` runs before the pass.
 
-    attend: Callable[[BlockContext, AttendStep, Operand, Operand], Attended]
+    `prepare` gets the tensors of the rank's chunks by name. `trims`: blocks are cut to what their band leaves.
+    """
+
+    attend: Callable[[BlockContext, Block, Sequence[Tensor], Sequence[Tensor]], Attended]
+    q_fields: tuple[str, ...]
+    kv_fields: tuple[str, ...]
     prepare: Callable[[BlockContext, Sequence[int], MutableMapping[str, Tensor]], None] = _nothing
+    trims: bool = False
 
 
-def _forward(context: BlockContext, step: AttendStep, q: Operand, kv: Operand) -> Attended:
+def block_of(step: AttendStep, computation: Computation) -> tuple[Block, slice, slice]:
+    """The rectangle of a step, and those of its rows and keys that the computation is to get."""
+    action, band = step.action, step.action.band
+    # Kernels see only what is left of a band after trimming, so they cannot tell.
+    assert not (action.causal and band), "a rectangle is causal or a band, not both"
+    rows = keys = slice(None)
+    if band is not None and computation.trims:
+        num_rows, num_keys = step.q_rows[-1], step.kv_rows[-1]
+        rows, keys, within = band.trimmed(num_rows, num_keys)
+        band = None if within.is_full(rows.stop - rows.start, keys.stop - keys.start) else within
+        rows = slice(None) if rows == slice(0, num_rows) else rows
+        keys = slice(None) if keys == slice(0, num_keys) else keys
+    return Block(action, band, step.q_rows, step.kv_rows), rows, keys
+
+
+def _forward(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]) -> Attended:
     """(q, k, v) -> (out, lse)."""
-    rows, keys, band = _trim(step.action.band, q.values, kv.values)
-    k, v = kv.values[keys, ..., : context.head_dim], kv.values[keys, ..., context.head_dim :]
     out, lse = context.kernel.forward(
-        q.values[rows], k, v, causal=step.action.causal, softmax_scale=context.softmax_scale, band=band
+        *q, *kv, causal=block.action.causal, softmax_scale=context.softmax_scale, band=block.band
     )
-    return [Partial((out,), lse, rows)]
+    return [Partial((out,), lse)]
 
 
-def _backward(context: BlockContext, step: AttendStep, q: Operand, kv: Operand) -> Attended:
-    """(q, dout, lse, delta, k, v) -> dq and (dk, dv)."""
-    d = context.head_dim
-    rows, keys, band = _trim(step.action.band, q.values, kv.values)
-    values, stats, keys_values = q.values[rows], q.stats[rows], kv.values[keys]
+def _backward(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]) -> Attended:
+    """(q, dout, out, lse, k, v) -> dq and (dk, dv)."""
+    query, dout, out, lse = q
+    out = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dq, dk, dv = context.kernel.backward(
-        values[..., d:],
-        values[..., :d],
-        keys_values[..., :d],
-        keys_values[..., d:],
-        stats[..., 0],
-        stats[..., 1],
-        causal=step.action.causal,
+        dout,
+        query,
+        *kv,
+        lse,
+        out,
+        causal=block.action.causal,
         softmax_scale=context.softmax_scale,
-        band=band,
+        band=block.band,
     )
-    return [Partial((dq,), rows=rows), Partial((dk, dv), rows=keys)]
-
-
-def _trim(band: Band | None, q: Tensor, kv: Tensor) -> tuple[slice, slice, Band | None]:
-    """The rows and keys of a block that have anything unmasked, and the band within them."""
-    if band is None:
-        return slice(None), slice(None), None
-    rows, keys, within = band.trimmed(q.shape[0], kv.shape[0])
-    is_full = within.is_full(rows.stop - rows.start, keys.stop - keys.start)
-    return rows, keys, None if is_full else within
+    return [Partial((dq,)), Partial((dk, dv))]
 
 
 # ---------------------------------------------------------------------- ring self-attention (arXiv:2105.13120)
 
 
-def _logits(context: BlockContext, step: AttendStep, q: Operand, k: Operand) -> Attended:
+def _logits(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]) -> Attended:
     """First round: keeps the masked logits of each block."""
-    for block in _single_blocks(step):
-        rows, keys = q.values[block.rows], k.values[block.keys]
-        context.logits[block.key] = masked_logits(rows, keys, False, context.softmax_scale, block.band)
+    (query,), (k,) = q, kv
+    for one in _single_blocks(block):
+        rows, keys = query[one.rows], k[one.keys]
+        context.logits[one.key] = masked_logits(rows, keys, False, context.softmax_scale, one.band)
     return []
 
 
@@ -129,39 +151,55 @@ def _softmax_of_rows(
     tensors["lse"] = torch.cat([lse[chunk].permute(3, 0, 1, 2).flatten(2, 3) for chunk in chunks])
 
 
-def _values(context: BlockContext, step: AttendStep, p: Operand, v: Operand) -> Attended:
+def _values(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]) -> Attended:
     """Second round: probabilities times V. There is no online softmax: parts of out add up."""
-    out = _zeros(p.values, v.values.shape[-1], context.logits)
-    for block in _single_blocks(step):
-        probabilities = context.logits[block.key]
-        values = v.values[block.keys].to(probabilities.dtype)
-        out[block.rows] += torch.einsum("bkgqs,sbkd->qbkgd", probabilities, values).flatten(2, 3)
+    (v,) = kv
+    out: Tensor | None = None
+    for one in _single_blocks(block):
+        probabilities = context.logits[one.key]
+        values = v[one.keys].to(probabilities.dtype)
+        part = torch.einsum("bkgqs,sbkd->qbkgd", probabilities, values).flatten(2, 3)
+        if out is None:
+            out = part.new_zeros(block.q_rows[-1], *part.shape[1:])
+        out[one.rows] += part
+    assert out is not None, "a rectangle has blocks"
     return [Partial((out,))]
 
 
-def _values_backward(context: BlockContext, step: AttendStep, dp: Operand, v: Operand) -> Attended:
+def _delta(context: BlockContext, chunks: Sequence[int], tensors: MutableMapping[str, Tensor]) -> None:
+    """Before the gradients: adds delta [s, b, h] = rowsum(dout * out) to the tensors."""
+    dtype = tensors["lse"].dtype
+    tensors["delta"] = (tensors["dout"].to(dtype) * tensors["out"].to(dtype)).sum(-1)
+
+
+def _values_backward(
+    context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]
+) -> Attended:
     """dv from the probabilities, and the gradient of the logits in their place."""
-    dv = _zeros(v.values, v.values.shape[-1], context.logits)
-    for block in _single_blocks(step):
-        probabilities, values = context.logits[block.key], v.values[block.keys]
-        dout = _grouped(dp.values[block.rows], probabilities)
-        delta = dp.stats[block.rows, ..., 0].reshape(dout.shape[:-1]).permute(1, 2, 3, 0)  # -> [b, k, g, s]
-        dv[block.keys] += torch.einsum("bkgqs,qbkgd->sbkd", probabilities, dout)
+    (dout_of_rows, delta_of_rows), (v,) = q, kv
+    dv = _zeros(v, context.logits)
+    for one in _single_blocks(block):
+        probabilities, values = context.logits[one.key], v[one.keys]
+        dout = _grouped(dout_of_rows[one.rows], probabilities)
+        delta = delta_of_rows[one.rows].reshape(dout.shape[:-1]).permute(1, 2, 3, 0)  # -> [b, k, g, s]
+        dv[one.keys] += torch.einsum("bkgqs,qbkgd->sbkd", probabilities, dout)
         d_probabilities = torch.einsum("qbkgd,sbkd->bkgqs", dout, values.to(dout.dtype))
-        context.logits[block.key] = (
+        context.logits[one.key] = (
             probabilities * (d_probabilities - delta.unsqueeze(-1)) * context.softmax_scale
         )
     return [Partial((dv,))]
 
 
-def _logits_backward(context: BlockContext, step: AttendStep, ds: Operand, k: Operand) -> Attended:
+def _logits_backward(
+    context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]
+) -> Attended:
     """dq and dk from the gradient of the logits."""
-    dq = _zeros(ds.values, ds.values.shape[-1], context.logits)
-    dk = _zeros(k.values, k.values.shape[-1], context.logits)
-    for block in _single_blocks(step):
-        dlogits, keys = context.logits[block.key], k.values[block.keys]
-        dq[block.rows] += torch.einsum("bkgqs,sbkd->qbkgd", dlogits, keys.to(dlogits.dtype)).flatten(2, 3)
-        dk[block.keys] += torch.einsum("bkgqs,qbkgd->sbkd", dlogits, _grouped(ds.values[block.rows], dlogits))
+    (query,), (k,) = q, kv
+    dq, dk = _zeros(query, context.logits), _zeros(k, context.logits)
+    for one in _single_blocks(block):
+        dlogits, keys = context.logits[one.key], k[one.keys]
+        dq[one.rows] += torch.einsum("bkgqs,sbkd->qbkgd", dlogits, keys.to(dlogits.dtype)).flatten(2, 3)
+        dk[one.keys] += torch.einsum("bkgqs,qbkgd->sbkd", dlogits, _grouped(query[one.rows], dlogits))
     return [Partial((dq,)), Partial((dk,))]
 
 
@@ -172,22 +210,22 @@ class _Block(NamedTuple):
     band: Band | None
 
 
-def _single_blocks(step: AttendStep) -> Iterator[_Block]:
+def _single_blocks(block: Block) -> Iterator[_Block]:
     """The blocks of a rectangle one by one, each with its mask as a band."""
-    action = step.action
+    action = block.action
     for i, q in enumerate(action.q):
         for j, kv in enumerate(action.kv):
             if not (action.causal and kv.chunk > q.chunk):
-                rows = slice(step.q_rows[i], step.q_rows[i + 1])
-                keys = slice(step.kv_rows[j], step.kv_rows[j + 1])
+                rows = slice(block.q_rows[i], block.q_rows[i + 1])
+                keys = slice(block.kv_rows[j], block.kv_rows[j + 1])
                 on_diagonal = action.causal and q.chunk == kv.chunk
                 diagonal = Band(0, rows.stop - rows.start - 1) if on_diagonal else None
                 yield _Block((q.chunk, kv.chunk, q.head), rows, keys, action.band or diagonal)
 
 
-def _zeros(like: Tensor, width: int, blocks: Mapping[BlockKey, Tensor]) -> Tensor:
-    """[s, b, h, width] in the dtype of the kept blocks."""
-    return torch.zeros((*like.shape[:3], width), dtype=next(iter(blocks.values())).dtype, device=like.device)
+def _zeros(like: Tensor, blocks: Mapping[BlockKey, Tensor]) -> Tensor:
+    """Shaped like an operand, in the dtype of the kept blocks."""
+    return torch.zeros_like(like, dtype=next(iter(blocks.values())).dtype)
 
 
 def _grouped(x: Tensor, blocks: Tensor) -> Tensor:
@@ -196,10 +234,10 @@ def _grouped(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 COMPUTATIONS: Mapping[Pass, Computation] = {
-    FORWARD: Computation(_forward),
-    BACKWARD: Computation(_backward),
-    LOGITS: Computation(_logits),
-    VALUES: Computation(_values, _softmax_of_rows),
-    VALUES_BACKWARD: Computation(_values_backward),
-    LOGITS_BACKWARD: Computation(_logits_backward),
+    FORWARD: Computation(_forward, ("q",), ("k", "v"), trims=True),
+    BACKWARD: Computation(_backward, ("q", "dout", "out", "lse"), ("k", "v"), trims=True),
+    LOGITS: Computation(_logits, ("q",), ("k",)),
+    VALUES: Computation(_values, (), ("v",), _softmax_of_rows),
+    VALUES_BACKWARD: Computation(_values_backward, ("dout", "delta"), ("v",), _delta),
+    LOGITS_BACKWARD: Computation(_logits_backward, ("q",), ("k",)),
 }

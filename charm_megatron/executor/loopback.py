@@ -5,6 +5,7 @@ transfer happens when both ends have posted it, and a rank works through its pos
 post at a time. *Buffered* lets a sender go on at once.
 """
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 from charm_megatron.compile import Plan
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.executor.attention import Phases, attention_call
-from charm_megatron.executor.buffers import BufferPool
+from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.run import ProgramRun
 from charm_megatron.executor.transport import Transfer
 from charm_megatron.kernels import BlockKernel
@@ -100,9 +101,9 @@ class LoopbackNetwork:
 
 
 def _copy(data: Tensor, into: Tensor) -> None:
-    if data.numel() != into.numel():
-        raise ScheduleFault(f"a message has {data.numel()} bytes where {into.numel()} are expected")
-    into.copy_(data)
+    if data.nbytes != into.nbytes:
+        raise ScheduleFault(f"a message has {data.nbytes} bytes where {into.nbytes} are expected")
+    into.view(torch.uint8).view(-1).copy_(data.contiguous().view(-1).view(torch.uint8))
 
 
 def _remove(transfers: list[Transfer], gone: Transfer) -> None:
@@ -122,7 +123,7 @@ class LoopbackTransport:
         """All calls are in one process here, and are known."""
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
-        self.num_bytes_sent += sum(x.numel() for _, x in sends)
+        self.num_bytes_sent += sum(x.nbytes for _, x in sends)
         return self.network.post(self.rank, sends, recvs)
 
     def wait(self, handle: object) -> None:
@@ -131,20 +132,25 @@ class LoopbackTransport:
         self.network.open[self.rank].remove(handle)
 
 
-class GuardedPool(BufferPool):
-    """A pool that refuses a buffer which its rank is still sending or receiving, and spoils what is given back."""
+class GuardedMemory(Memory):
+    """Refuses that a buffer is freed which its rank is still sending or receiving, and spoils what is freed."""
+
+    watches_frees = True
 
     def __init__(self, device: torch.device, network: LoopbackNetwork, rank: int):
-        super().__init__(device)
+        super().__init__(device, most_idle_bytes=sys.maxsize)
         self.network, self.rank = network, rank
 
-    def give(self, buffer: Tensor) -> None:
-        storage = buffer.untyped_storage().data_ptr()
+    def freed(self, buffer: Tensor) -> None:
         for flight in self.network.open[self.rank]:
-            if any(x.untyped_storage().data_ptr() == storage for x in flight.tensors):
+            if any(_overlap(buffer, x) for x in flight.tensors):
                 raise ScheduleFault(f"rank {self.rank} frees a buffer that is still in a transfer")
         buffer.fill_(0xFF)  # NaN in every floating-point dtype
-        super().give(buffer)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    first, second = (range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (a, b))
+    return max(first.start, second.start) < min(first.stop, second.stop)
 
 
 def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
@@ -213,7 +219,9 @@ class LoopbackGroup:
         self.network = LoopbackNetwork(size, is_buffered=is_buffered)
         self.transports = [self.network.transport(rank) for rank in range(size)]
         self.calls = [
-            attention_call(plan, rank, kernel, self.transports[rank], GuardedPool(device, self.network, rank))
+            attention_call(
+                plan, rank, kernel, self.transports[rank], GuardedMemory(device, self.network, rank)
+            )
             for rank in range(size)
         ]
 

@@ -16,11 +16,11 @@ from charm_megatron.config import CharmConfig
 from charm_megatron.errors import ConfigError, WorkloadError, quoted
 from charm_megatron.executor.agreement import agreed_record, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
-from charm_megatron.executor.buffers import BufferPool
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.groups import group_place, is_destroyed
 from charm_megatron.executor.machine import Machine
+from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
@@ -100,7 +100,7 @@ class _Group:
     domains_reason: str
     transport: Stopwatch
     recorder: FlightRecorder
-    pools: dict[torch.device, BufferPool]
+    memories: dict[torch.device, Memory]
     agreed: OrderedDict[_Key, _Agreed]
     checks: dict[_Key, SelfCheck]
 
@@ -237,7 +237,7 @@ class AttentionRuntime:
     @property
     def num_bytes_held(self) -> int:
         """Bytes of buffers that are kept for further calls, in all groups."""
-        return sum(pool.num_bytes for known in self._groups.values() for pool in known.pools.values())
+        return sum(one.num_bytes for known in self._groups.values() for one in known.memories.values())
 
     # ------------------------------------------------------------------ planning
 
@@ -287,9 +287,9 @@ class AttentionRuntime:
         selection = select_kernel(self.config.kernel, sizes)
         record = agreed_record(self.config, selection.kernel.name, plan.digest)
         require_agreement(group, record, str(plan))
-        pool = known.pools.setdefault(device, BufferPool(device))
+        memory = known.memories.setdefault(device, Memory(device, self.config.idle_memory_mib * 2**20))
         recorder, rank = known.recorder, dist.get_rank(group)
-        call = attention_call(plan, rank, selection.kernel, known.transport, pool, recorder)
+        call = attention_call(plan, rank, selection.kernel, known.transport, memory, recorder)
         return _Agreed(plan, call, selection)
 
 

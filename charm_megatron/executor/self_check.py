@@ -69,7 +69,7 @@ class SelfCheck:
 
     def watched(self, call: AttentionCall, layer: CheckedLayer) -> AttentionCall:
         """`call`, checked where that is still to be done; not while it is recorded into a CUDA graph."""
-        if not self._due or (call.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if not self._due or (call.memory.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return call
         parts = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
         return WatchedCall(**parts, check=self, layer=layer)

@@ -16,7 +16,7 @@ from charm_megatron.executor.lost import TransferLost, wait_on_host
 from charm_megatron.liveness.standing import Exchange, Waiting
 
 Transfer = tuple[int, Tensor]
-"""A rank of the group, and a contiguous byte tensor that goes to it or comes from it."""
+"""A rank of the group, and a contiguous tensor that goes to it or comes from it, bytes or numbers."""
 
 
 class Transport(Protocol):
@@ -120,7 +120,7 @@ class GroupTransport:
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Posted:
         ops = [self._op(dist.irecv, peer, x) for peer, x in recvs]
         ops += [self._op(dist.isend, peer, x) for peer, x in sends]
-        self.num_bytes_sent += sum(x.numel() for _, x in sends)
+        self.num_bytes_sent += sum(x.nbytes for _, x in sends)
         ways = [self._way(peer, is_recv=True) for peer, _ in recvs]
         ways += [self._way(peer, is_recv=False) for peer, _ in sends]
         works = dist.batch_isend_irecv(ops)

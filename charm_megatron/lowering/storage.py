@@ -7,13 +7,15 @@ are packed first, and which additions are the first to their accumulator. The ex
 A program that the checker refuses may fail here with an `AssertionError` or `KeyError`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from charm_megatron.schedule.actions import (
     Accumulate,
+    Action,
     Attend,
     Free,
     Key,
@@ -21,6 +23,7 @@ from charm_megatron.schedule.actions import (
     Post,
     Program,
     Wait,
+    writes,
 )
 from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.payload import PAYLOADS, Payload
@@ -33,13 +36,14 @@ class Buffer:
     """Pieces of one payload in one stretch of memory; in use from action `first` up to, not including, `last`.
 
     An accumulator holds results while they are added up, in the accumulate dtype; other buffers hold pieces as they
-    travel. `is_pooled`: taken from the executor's pool, and given back to it.
+    travel. `is_home`: the rank's own tensors, which lie where the caller or the executor has put them, a tensor for
+    each field; every other buffer is a stretch of the memory that a run takes.
     """
 
     payload: Payload
     pieces: tuple[Piece, ...]
     is_accumulator: bool
-    is_pooled: bool
+    is_home: bool
     first: int
     last: int
 
@@ -99,10 +103,19 @@ class WaitStep:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """Made of all pieces of buffer `source`, which has visiting queries, in `buffer`."""
+
+    source: int
+    buffer: int
+
+
+@dataclass(frozen=True)
 class AttendStep:
     """A rectangle of blocks: its operands, and for each result of the pass the ranges that it is added to.
 
-    `q_rows` and `kv_rows` are the bounds of the pieces in tokens, beginning with 0.
+    `q_rows` and `kv_rows` are the bounds of the pieces in tokens, beginning with 0. `makes` comes first: what stands in
+    for tensors of queries that are read for the first time; `stand_ins` are those of each range of `q`, None at home.
     """
 
     action: Attend
@@ -111,19 +124,19 @@ class AttendStep:
     results: tuple[tuple[Range, ...], ...]
     q_rows: tuple[int, ...]
     kv_rows: tuple[int, ...]
-    takes: tuple[int, ...]
+    makes: tuple[StandIn, ...]
+    stand_ins: tuple[Range | None, ...]
 
 
 @dataclass(frozen=True)
 class AccumulateStep:
     source: Range
     target: Range
-    takes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FreeStep:
-    """`gives`: the buffer, where its last piece is freed."""
+    """`gives`: the buffer, where its last piece is freed, and what stands in for it."""
 
     gives: tuple[int, ...]
 
@@ -135,19 +148,41 @@ Step = PostStep | WaitStep | AttendStep | AccumulateStep | FreeStep
 class Storage:
     """A program with all names resolved; `steps[i]` is its action i.
 
-    `local`: the buffer of this rank's own shard, by payload. `untouched`: ranges of its own results to which no block
-    adds anything.
+    `home`: the buffer of this rank's own shard, by payload. `packed`: where its operands lie as they travel, before the
+    first action, if they are to be sent and are not one tensor. `untouched`: ranges of its own results to which no
+    block adds anything.
     """
 
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
-    local: dict[str, int]
+    home: dict[str, int]
+    packed: dict[str, int]
     untouched: tuple[Range, ...]
 
 
-def plan_storage(program: Program, pass_: Pass, problem: Problem, rank: int) -> Storage:
-    """Resolves the program of one rank."""
-    return _Walk(pass_, problem, rank).run(program)
+def plan_storage(
+    program: Program, pass_: Pass, problem: Problem, rank: int, wide: Container[str] = ()
+) -> Storage:
+    """Resolves the program of one rank. `wide`: results, by payload, that travel in the accumulate dtype."""
+    return _Walk(pass_, problem, rank, wide, _added_once(program, pass_)).run(program)
+
+
+def _added_once(program: Program, pass_: Pass) -> set[tuple[int, Piece]]:
+    """Results to which only one action adds before they are freed, whole: (the number of that action, result)."""
+    found = set()
+    adders: dict[Piece, list[int]] = defaultdict(list)
+    for at, action in enumerate(program):
+        for piece in writes(action, pass_):
+            adders[piece].append(at)
+        if isinstance(action, Free):
+            match adders.pop(action.piece, []):
+                case [one] if not _leaves_rows_out(program[one]):
+                    found.add((one, action.piece))
+    return found
+
+
+def _leaves_rows_out(action: Action) -> bool:
+    return isinstance(action, Attend) and action.band is not None
 
 
 @dataclass
@@ -166,6 +201,8 @@ class _Open:
     post: Post
     landing: list[int]
     packed: list[int]
+    at_home: list[int]
+    """Packed operands of the own shard from which it sends."""
 
 
 @dataclass
@@ -173,16 +210,22 @@ class _Walk:
     pass_: Pass
     problem: Problem
     rank: int
+    wide: Container[str]
+    added_once: Container[tuple[int, Piece]]
     at: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     num_held: list[int] = field(default_factory=list)  # pieces of each buffer that are not freed yet
-    local: dict[str, int] = field(default_factory=dict)
+    home: dict[str, int] = field(default_factory=dict)
+    packed: dict[str, int] = field(default_factory=dict)
+    stand_ins: dict[int, int] = field(default_factory=dict)  # by the buffer that it stands beside
     places: dict[Piece, _Place] = field(default_factory=dict)
     open: dict[Key, _Open] = field(default_factory=dict)
 
     def run(self, program: Program) -> Storage:
         for payload in (self.pass_.q_down, self.pass_.kv_down, *self.pass_.results):
-            self.local[payload.name] = self._take_local(payload)
+            pieces = self.problem.local_pieces(payload, self.rank)
+            self.home[payload.name] = self._take(pieces, is_accumulator=payload.is_result, is_home=True)
+            self._put(self.home[payload.name], is_fresh=payload.is_result)
         steps: list[Step] = []
         for self.at, action in enumerate(program):
             match action:
@@ -198,19 +241,22 @@ class _Walk:
                     steps.append(self._free(piece))
         self.at = len(program)
         assert not self.open, "the program ends with transfers under way"
-        held = [i for i, n in enumerate(self.num_held) if n and i not in self.local.values()]
+        held = [i for i, n in enumerate(self.num_held) if n and not self.buffers[i].is_home]
         assert not held, "the program ends with buffers in use"
-        for buffer in self.local.values():
+        for buffer in self.home.values():
             self._give(buffer)
-        results = [self.buffers[self.local[payload.name]].pieces for payload in self.pass_.results]
+        results = [self.buffers[self.home[payload.name]].pieces for payload in self.pass_.results]
         untouched = tuple(x for pieces in results for x in self._ranges(pieces) if x.is_fresh)
-        return Storage(tuple(self.buffers), tuple(steps), self.local, untouched)
+        return Storage(tuple(self.buffers), tuple(steps), self.home, self.packed, untouched)
 
     # ------------------------------------------------------------------ buffers
 
-    def _take(self, pieces: Sequence[Piece], *, is_accumulator: bool = False, is_pooled: bool = True) -> int:
-        payload = PAYLOADS[pieces[0].payload]
-        buffer = Buffer(payload, tuple(pieces), is_accumulator, is_pooled, self.at, self.at)
+    def _take(self, pieces: Sequence[Piece], *, is_accumulator: bool = False, is_home: bool = False) -> int:
+        return self._append(
+            Buffer(PAYLOADS[pieces[0].payload], tuple(pieces), is_accumulator, is_home, self.at, self.at)
+        )
+
+    def _append(self, buffer: Buffer) -> int:
         self.buffers.append(buffer)
         self.num_held.append(0)
         return len(self.buffers) - 1
@@ -218,20 +264,12 @@ class _Walk:
     def _give(self, buffer: int) -> None:
         self.buffers[buffer] = replace(self.buffers[buffer], last=self.at)
 
-    def _put(self, buffer: int) -> None:
-        """From now on the pieces of a buffer may be read."""
+    def _put(self, buffer: int, *, is_fresh: bool = False) -> None:
+        """From now on the pieces of a buffer may be read, or, while it is fresh, written."""
         made = self.buffers[buffer]
         self.num_held[buffer] = len(made.pieces)
         for index, piece in enumerate(made.pieces):
-            self.places[piece] = _Place(buffer, index, made.is_accumulator)
-
-    def _take_local(self, payload: Payload) -> int:
-        """The rank's own shard: operands, packed unless they are one tensor; or the results that add up here."""
-        is_packed = not payload.is_result and len(payload.values) + payload.num_stats > 1
-        pieces = self.problem.local_pieces(payload, self.rank)
-        buffer = self._take(pieces, is_accumulator=payload.is_result, is_pooled=is_packed)
-        self._put(buffer)
-        return buffer
+            self.places[piece] = _Place(buffer, index, is_fresh)
 
     def _ranges(self, pieces: Sequence[Piece]) -> Iterator[Range]:
         """Groups pieces into ranges that are consecutive in one buffer and equally fresh."""
@@ -260,47 +298,82 @@ class _Walk:
         sends = tuple(self._send(message) for message in post.sends)
         recvs = tuple(Receive(peer, self._take(pieces)) for peer, pieces in post.recvs)
         packed = [send.buffer for send in sends if isinstance(send, SendPacked)]
-        self.open[post.key] = _Open(post, [recv.buffer for recv in recvs], packed)
+        sources = [
+            at for send in sends for at in ([send.source] if isinstance(send, SendInPlace) else send.sources)
+        ]
+        at_home = [at.buffer for at in sources if at.buffer in self.packed.values()]
+        self.open[post.key] = _Open(post, [recv.buffer for recv in recvs], packed, at_home)
         return PostStep(post.key, sends, recvs)
 
     def _send(self, message: Message) -> SendInPlace | SendPacked:
         payload = PAYLOADS[message.pieces[0].payload]
-        sources = tuple(self._ranges(message.pieces))
+        sources = tuple(self._as_travelling(at) for at in self._ranges(message.pieces))
         first, *others = sources
-        is_whole = first.stop - first.start == len(self.buffers[first.buffer].pieces)
-        if not others and not payload.is_result and (is_whole or not payload.num_stats):
+        source = self.buffers[first.buffer]
+        is_whole = first.stop - first.start == len(source.pieces)
+        as_it_travels = not source.is_accumulator or payload.name in self.wide
+        if not others and as_it_travels and (is_whole or not payload.num_stats):
             return SendInPlace(message.peer, first)
         return SendPacked(message.peer, self._take(message.pieces), sources)
+
+    def _as_travelling(self, at: Range) -> Range:
+        """A range of own operands, where they lie as they travel."""
+        payload = self.buffers[at.buffer].payload
+        is_one_tensor = (
+            len(payload.values) + payload.num_stats == 1 and self.problem.head_groups(payload.side) == 1
+        )
+        if at.buffer != self.home[payload.name] or payload.is_result or is_one_tensor:
+            return at
+        if payload.name not in self.packed:
+            home = self.buffers[at.buffer]
+            self.packed[payload.name] = self._append(replace(home, is_home=False, first=0))
+        return at._replace(buffer=self.packed[payload.name])
 
     def _wait(self, key: Key) -> WaitStep:
         done = self.open.pop(key)
         for buffer in done.landing:
             self._put(buffer)
-        for buffer in done.packed:
+        for buffer in (*done.packed, *done.at_home):
             self._give(buffer)
         return WaitStep(key, tuple(done.packed))
 
     def _attend(self, action: Attend) -> AttendStep:
         q, kv = tuple(self._ranges(action.q)), tuple(self._ranges(action.kv))
         sides = ((action.q, self.pass_.q_up), (action.kv, self.pass_.kv_up))
-        takes: list[int] = []
         results = tuple(
-            self._accumulators([piece.of(up.name) for piece in pieces], takes) for pieces, up in sides if up
+            self._accumulators([piece.of(up.name) for piece in pieces]) for pieces, up in sides if up
         )
-        return AttendStep(action, q, kv, results, self._rows(action.q), self._rows(action.kv), tuple(takes))
+        rows = self._rows(action.q), self._rows(action.kv)
+        return AttendStep(action, q, kv, results, *rows, *self._stand_ins(q))
+
+    def _stand_ins(self, q: Sequence[Range]) -> tuple[tuple[StandIn, ...], tuple[Range | None, ...]]:
+        """What is to be made for ranges of queries that are read for the first time; and what stands in for each."""
+        made: list[StandIn] = []
+        found: list[Range | None] = []
+        for at in q:
+            source = self.buffers[at.buffer]
+            if self.pass_.stand_in is None or source.is_home:
+                found.append(None)
+                continue
+            if at.buffer not in self.stand_ins:
+                beside = replace(source, payload=self.pass_.stand_in, first=self.at, last=self.at)
+                self.stand_ins[at.buffer] = self._append(beside)
+                made.append(StandIn(at.buffer, self.stand_ins[at.buffer]))
+            found.append(at._replace(buffer=self.stand_ins[at.buffer]))
+        return tuple(made), tuple(found)
 
     def _accumulate(self, piece: Piece) -> AccumulateStep:
         (source,) = self._ranges([piece])
-        takes: list[int] = []
-        (target,) = self._accumulators([piece.own], takes)
-        return AccumulateStep(source, target, tuple(takes))
+        (target,) = self._accumulators([piece.own])
+        return AccumulateStep(source, target)
 
-    def _accumulators(self, pieces: Sequence[Piece], takes: list[int]) -> tuple[Range, ...]:
+    def _accumulators(self, pieces: Sequence[Piece]) -> tuple[Range, ...]:
         """The accumulators of `pieces`, taken where there are none; none is fresh any more afterwards."""
         missing = [p for p in pieces if self.problem.resident(p, self.rank) not in self.places]
         if missing:
-            takes.append(self._take(missing, is_accumulator=True))
-            self._put(takes[-1])
+            # What nothing more is added to lies as it travels from the start.
+            is_added_up = any((self.at, piece) not in self.added_once for piece in missing)
+            self._put(self._take(missing, is_accumulator=is_added_up), is_fresh=True)
         found = tuple(self._ranges(pieces))
         for piece in pieces:
             self._place(piece).is_fresh = False
@@ -310,9 +383,13 @@ class _Walk:
         for under_way in self.open.values():
             assert piece not in under_way.post.sent, f"{piece} is being sent"
         buffer = self.places.pop(piece).buffer
-        assert buffer not in self.local.values(), f"{piece} is at home here"
+        assert not self.buffers[buffer].is_home, f"{piece} is at home here"
         self.num_held[buffer] -= 1
         if self.num_held[buffer]:
             return FreeStep(())
-        self._give(buffer)
-        return FreeStep((buffer,))
+        gives = [buffer]
+        if buffer in self.stand_ins:
+            gives.append(self.stand_ins.pop(buffer))
+        for each in gives:
+            self._give(each)
+        return FreeStep(tuple(gives))

@@ -21,6 +21,7 @@ from charm_megatron.schedule.payload import (
     DV,
     KV,
     OUT,
+    OUT_STAND_IN,
     PV,
     Q_GRAD,
     K,
@@ -59,6 +60,8 @@ class Pass:
     kv_up: Payload | None
     products: tuple[WidthName, ...]
     held: tuple[str, ...]
+    stand_in: Payload | None = None
+    """What is made, once, of a visiting q side beside what it brings along, and never travels."""
 
     def down(self, side: Side) -> Payload:
         """What travels to the blocks."""
@@ -97,7 +100,8 @@ BACKWARD = Pass(
     q_up=DQ,
     kv_up=DKV,
     products=("head_dim", "head_dim_v", "head_dim_v", "head_dim", "head_dim"),  # logits again, dv, dp, dq, dk
-    held=("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"),
+    held=("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"),
+    stand_in=OUT_STAND_IN,
 )
 LOGITS = Pass(
     "logits",

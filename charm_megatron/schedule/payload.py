@@ -53,4 +53,8 @@ PV = Payload("pv", "q", ("out",), ("head_dim_v",), (), "out_return", "add")
 DP = Payload("dp", "q", ("dout",), ("head_dim_v",), ("delta",))
 DS = Payload("ds", "q", ("q",), ("head_dim",))
 
+# What kernels take for out in the backward pass where it has not travelled: its row sums with dout are delta.
+OUT_STAND_IN = Payload("s", "q", ("out",), ("head_dim_v",))
+
 PAYLOADS = {payload.name: payload for payload in (Q, KV, OUT, Q_GRAD, DQ, DKV, K, V, DK, DV, P, PV, DP, DS)}
+"""All that travel, by name."""

@@ -92,7 +92,7 @@ def test_every_planner_gives_exact_attention_and_sends_and_stores_what_it_plans(
         assert got.num_bytes_sent == tuple(planned.tolist())
         for rank, call in enumerate(group.calls):
             needs = (peak_buffers(schedule, wire, rank) for schedule in made.schedules)
-            assert call.pool.num_bytes == reduce(or_, needs).pool_bytes
+            assert call.memory.num_bytes == reduce(or_, needs).pool_bytes
         num_run += 1
     if name in ("dist_flash", "tasp"):
         return  # the one takes one layout and mask, the other not every size

@@ -13,7 +13,7 @@ from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.executor.attention import ForwardResult
 from charm_megatron.executor.loopback import LoopbackGroup, run_phases_together
-from charm_megatron.executor.run import LabelledProgram
+from charm_megatron.executor.run import BoundProgram
 from charm_megatron.kernels import ReferenceKernel
 from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.lowering.storage import plan_storage
@@ -135,8 +135,8 @@ class Subject:
     def _calls(self, group, programs):
         """The group's calls, with other programs."""
         for rank, (call, program) in enumerate(zip(group.calls, programs, strict=True)):
-            storage = plan_storage(program, self.schedule.pass_, self.problem, rank)
-            compiled = LabelledProgram(RankProgram("mutant", self.schedule.pass_, program, storage))
+            storage = plan_storage(program, self.schedule.pass_, self.problem, rank, self.wire.wide(self.schedule.pass_))
+            compiled = BoundProgram(RankProgram("mutant", self.schedule.pass_, program, storage), self.wire)
             yield replace(call, **{f"{self.direction}_programs": (compiled,)})
 
     def _run(self, group, calls):

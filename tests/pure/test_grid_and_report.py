@@ -296,7 +296,7 @@ def test_slots_hold_the_peak_and_never_two_buffers_at_once(name, direction):
     problem = cut(name, even_domains(8, 2), layout, mask, per_rank=16, heads=(16, 16))
     wire = make_wire_format(Workload(1, 128, 16, 16, 4, 4, "bfloat16", mask), problem)
     for phase in schedules(name, problem, direction):
-        spans = lifetimes(rank_program(phase, 3).storage, wire)
+        spans = lifetimes(rank_program(phase, 3, wire).storage, wire)
         in_slot = defaultdict(list)
         for span, slot in zip(spans, assign_slots(spans), strict=True):
             in_slot[slot].append(span)
