@@ -8,7 +8,7 @@ post at a time. *Buffered* lets a sender go on at once.
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,11 +24,18 @@ from charm_megatron.kernels import BlockKernel
 
 @dataclass(eq=False)
 class _Flight:
-    """A post: what has not been matched yet."""
+    """A post: what has not been matched yet, and what the sent tensors were when it was made."""
 
     sends: list[Transfer]
     recvs: list[Transfer]
     tensors: tuple[Tensor, ...]
+    as_posted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def require_unchanged(self, sent: Tensor) -> None:
+        """A device sends what it finds, at any time between post and wait."""
+        before = next(copy for x, copy in self.as_posted if x is sent)
+        if not torch.equal(_as_bytes(before), _as_bytes(sent)):
+            raise ScheduleFault("a tensor has changed while it was being sent")
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +64,7 @@ class LoopbackNetwork:
             for peer, x in sends:
                 self._mail.setdefault((rank, peer), deque()).append(x.clone())
             sends = ()
-        flight = _Flight(list(sends), list(recvs), tensors)
+        flight = _Flight(list(sends), list(recvs), tensors, [(x, x.clone()) for _, x in sends])
         self.queues[rank].append(flight)
         self.open[rank].append(flight)
         return flight
@@ -93,6 +100,7 @@ class LoopbackNetwork:
             into = self.queues[dst][0] if self.queues[dst] else None
             waiting = [recv for recv in into.recvs if recv[0] == src] if into else []
             if into and waiting:
+                out.require_unchanged(data)
                 _copy(data, waiting[0][1])
                 _remove(out.sends, transfer)
                 _remove(into.recvs, waiting[0])
@@ -103,7 +111,12 @@ class LoopbackNetwork:
 def _copy(data: Tensor, into: Tensor) -> None:
     if data.nbytes != into.nbytes:
         raise ScheduleFault(f"a message has {data.nbytes} bytes where {into.nbytes} are expected")
-    into.view(torch.uint8).view(-1).copy_(data.contiguous().view(-1).view(torch.uint8))
+    _as_bytes(into).copy_(_as_bytes(data))
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _remove(transfers: list[Transfer], gone: Transfer) -> None:
