@@ -70,6 +70,12 @@ class CharmConfig(Section):
     fuse: bool = Field(
         True, description="Post all transfers of a step as one group, which no transport can deadlock."
     )
+    communicators: Literal["auto", "one", "two"] = Field(
+        "auto",
+        description="Communicators of a context-parallel group. With two, one inside domains and one across, no "
+        "transfer waits for one of the other kind, and transfers are posted lane by lane whatever `fuse` says. auto: "
+        "two on NCCL, whose communicators each work in order, and one elsewhere.",
+    )
     idle_memory_mib: int = Field(
         1024,
         ge=0,

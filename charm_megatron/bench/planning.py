@@ -4,8 +4,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from charm_megatron.compile import compile_attention, rank_program
+from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_schedule
 from charm_megatron.verify.tables import check_tables
@@ -46,10 +47,11 @@ def _measure(name: str, size: int) -> PlanningTime:
     domains = even_domains(size, max(1, size // RANKS_PER_NODE))
     workload = Workload(1, 8 * size, HEADS, HEADS, HEAD_DIM, HEAD_DIM)
     started = time.perf_counter()
-    schedules = compile_attention(CharmConfig(schedule=name), domains, workload, "zigzag").schedules
+    plan = compile_attention(CharmConfig(schedule=name), domains, workload, "zigzag")
+    schedules = plan.schedules
     planned = time.perf_counter()
-    for schedule in schedules:
-        rank_program(schedule, size // 2)
+    for direction in DIRECTIONS:
+        plan.rank_programs(direction, size // 2)
     programmed = time.perf_counter()
     for schedule in schedules:
         check_tables(schedule)

@@ -148,7 +148,7 @@ def facts(numbers: Report, buffers: Mapping[int, Buffers], cp_size: int) -> list
         f"longest chain of transfers that need each other: {numbers.longest_chain}",
         f"after the last block: {after if numbers.exposed_steps else 'nothing is sent'}",
         f"busiest rank computes {numbers.imbalance:.2f} times the mean",
-        f"buffer pool: up to {pool.num_slots} slots, {bytes_text(pool.pool_bytes)} per rank{measured}",
+        f"memory of a run for buffers: up to {bytes_text(pool.pool_bytes)} per rank{measured}",
     ]
 
 
@@ -190,7 +190,7 @@ def compare_table(rows: Sequence[ComparedSchedule]) -> Table:
     line("all ranks together, across", [bytes_text(int(one.across_bytes.sum())) for one in sent])
     table.add_section()
     line("peak bytes of a rank", [_most_bytes(np.array([b.peak_bytes for b in one.buffers])) for one in rows])
-    line("pool bytes of a rank", [_most_bytes(np.array([b.pool_bytes for b in one.buffers])) for one in rows])
+    line("buffers of a rank", [_most_bytes(np.array([b.pool_bytes for b in one.buffers])) for one in rows])
     line("busiest rank's work / mean", [f"{one.report.imbalance:.2f}" for one in rows])
     table.add_section()
     line("computation alone", [_ms(max(one.shared.busy_s)) for one in rows])

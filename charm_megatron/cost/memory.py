@@ -22,8 +22,8 @@ from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 class AttentionMemory:
     """Bytes of the rank and the pass, forward or backward, that need most.
 
-    `pool_bytes` is what the executor's pool holds after both passes; it is more than `buffer_bytes`, which are
-    in use at one time, where slots of one size lie idle while another size is needed.
+    `pool_bytes` is the memory that a run takes for its buffers; it is more than `buffer_bytes`, which are in use at one
+    time, where their places do not fit.
     """
 
     own_bytes: int

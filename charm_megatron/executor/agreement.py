@@ -13,7 +13,7 @@ from charm_megatron.config import CharmConfig
 from charm_megatron.errors import ScheduleDisagreement
 
 PLAN = "plan"
-NUMBER_SETTINGS = ("kernel", "out_return_dtype", "grad_return_dtype", "self_check")
+NUMBER_SETTINGS = ("kernel", "out_return_dtype", "grad_return_dtype", "communicators", "self_check")
 """Settings that change numbers, or who talks when, and need not show in the plan."""
 
 

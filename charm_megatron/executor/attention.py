@@ -1,6 +1,6 @@
 """Context-parallel attention as one autograd function: the phases of either direction, one after the other."""
 
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from charm_megatron.executor.run import BoundProgram, ProgramRun
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel
 from charm_megatron.kernels.elementwise import Elementwise, TorchElementwise
+from charm_megatron.lowering.storage import PostStep
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
 
 
@@ -38,6 +39,14 @@ class AttentionCall:
     recorder: FlightRecorder
     names: Mapping[Direction, str]
     """Of the pass, for other ranks to compare."""
+
+    @property
+    def posts(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(peers to send to, peers to receive from) of all posts, in their order."""
+        for program in (*self.forward_programs, *self.backward_programs):
+            for step in program.compiled.storage.steps:
+                if isinstance(step, PostStep):
+                    yield tuple(send.peer for send in step.sends), tuple(recv.peer for recv in step.recvs)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> "ForwardResult":
         """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h]."""
@@ -106,7 +115,6 @@ def attention_call(
         tuple(BoundProgram(program, plan.wire) for program in plan.rank_programs(direction, rank))
         for direction in DIRECTIONS
     )
-    elementwise = elementwise or TorchElementwise()
     recorder = recorder or FlightRecorder(rank)
     layout = plan.problem.sharding.layout
     names = {
@@ -114,7 +122,16 @@ def attention_call(
         for direction in DIRECTIONS
     }
     return AttentionCall(
-        rank, forward, backward, plan.wire, kernel, elementwise, transport, memory, recorder, names
+        rank,
+        forward,
+        backward,
+        plan.wire,
+        kernel,
+        elementwise or TorchElementwise(),
+        transport,
+        memory,
+        recorder,
+        names,
     )
 
 

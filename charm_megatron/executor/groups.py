@@ -1,5 +1,8 @@
-"""The process group that a call is made with: which rank of it this process is, or why it cannot be used."""
+"""The process group that a call is made with: which rank of it this process is, or why it cannot be used; its twin."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from charm_megatron.errors import TopologyError
@@ -38,3 +41,39 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     except (KeyError, ValueError, RuntimeError):
         return True
     return False
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries tensors of a device, such as "gloo" or "nccl"; a group may have one for each kind."""
+    by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return by_device.get(device.type, "none")
+
+
+def twin_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Another group of the same ranks, backend and priority, with a communicator of its own; collective over `group`.
+
+    It has exchanged something when this returns: a communicator of NCCL is made by a first collective, in which all
+    ranks must take part, and a rank may have no transfer of its own in it.
+    """
+    backend = backend_of(group, device)
+    ranks = dist.get_process_group_ranks(group)
+    options = _nccl_options(group, device) if backend == "nccl" else None
+    twin = dist.new_group(
+        ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc="charm_across"
+    )
+    assert isinstance(twin, dist.ProcessGroup), "this process is one of its ranks"
+    dist.all_reduce(torch.zeros(1, device=device), group=twin)
+    return twin
+
+
+def _nccl_options(group: dist.ProcessGroup, device: torch.device) -> object:
+    """Megatron's `--high-priority-stream-groups` reaches the twin as well."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = group._get_backend(device).options.is_high_priority_stream
+    return options
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroys a group that still is one."""
+    if dist.is_initialized() and not is_destroyed(group):
+        dist.destroy_process_group(group)

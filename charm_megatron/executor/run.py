@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +57,11 @@ class ProgramRun:
         bound = self.bound = program.bound
         self.attend = COMPUTATIONS[bound.of.pass_].attend
         self.handles: dict[Key, object] = {}
+        self.waiting: dict[int, Any] = {}
+        """Partial results that wait for another one, by place."""
         self._position = 0
         # A label takes longer than many an action.
-        self._is_profiled = torch.autograd._profiler_enabled()
+        self._is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._results = self._own_results()
         self._stretch = memory.take(bound.num_bytes)
         self.views = self._stretch.kept(bound, lambda: LazyViews(bound.views, self._stretch))

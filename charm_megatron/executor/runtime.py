@@ -18,7 +18,7 @@ from charm_megatron.executor.agreement import agreed_record, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.flight import FlightRecorder
-from charm_megatron.executor.groups import group_place, is_destroyed
+from charm_megatron.executor.groups import backend_of, destroy, group_place, is_destroyed, twin_of
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
@@ -178,7 +178,7 @@ class AttentionRuntime:
 
         Every rank of the group must do so, or none: the next call agrees on everything again.
         """
-        self._groups.pop(group_place(group)[0], None)
+        self._drop(group_place(group)[0])
 
     def receipt(
         self,
@@ -245,16 +245,33 @@ class AttentionRuntime:
         if group not in self._groups:
             self._forget_destroyed()
             domains, reason = find_domains(group, self.config.domains, device, self._machine)
-            posts = GroupTransport(group, self.config.deadline_s, checks_calls=self.config.check_calls)
-            transport = Stopwatch(posts, is_running=self._is_timed)
+            transport = Stopwatch(self._transport(group, domains, device), is_running=self._is_timed)
             recorder = FlightRecorder(dist.get_rank(group), self.config.flight_folder)
             self._groups[group] = _Group(domains, reason, transport, recorder, {}, OrderedDict(), {})
         return self._groups[group]
 
+    def _transport(self, group: dist.ProcessGroup, domains: Domains, device: torch.device) -> GroupTransport:
+        wanted, rank = self.config.communicators, dist.get_rank(group)
+        has_two = wanted == "two" or (wanted == "auto" and backend_of(group, device) == "nccl")
+        far = frozenset(peer for peer in range(domains.cp_size) if domains.crosses(rank, peer))
+        across = twin_of(group, device) if has_two and domains.num_domains > 1 else None
+        return GroupTransport(
+            group,
+            self.config.deadline_s,
+            checks_calls=self.config.check_calls,
+            across=across,
+            far_peers=far,
+        )
+
     def _forget_destroyed(self) -> None:
         """Programs that make groups as they go destroy them without a word to us."""
         for group in [group for group in self._groups if is_destroyed(group)]:
-            del self._groups[group]
+            self._drop(group)
+
+    def _drop(self, group: dist.ProcessGroup) -> None:
+        known = self._groups.pop(group, None)
+        if known is not None and known.transport.transport.across is not None:
+            destroy(known.transport.transport.across)
 
     def _agreed(
         self, group: dist.ProcessGroup, workload: Workload, layout: str, device: torch.device
@@ -281,7 +298,9 @@ class AttentionRuntime:
     def _agree(
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Agreed:
-        plan = compile_attention(self.config, known.domains, workload, layout)
+        posts = known.transport.transport
+        config = self.config if posts.across is None else self.config.model_copy(update={"fuse": False})
+        plan = compile_attention(config, known.domains, workload, layout)
         dtype = getattr(torch, workload.dtype)
         sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v)
         selection = select_kernel(self.config.kernel, sizes)
@@ -290,6 +309,8 @@ class AttentionRuntime:
         memory = known.memories.setdefault(device, Memory(device, self.config.idle_memory_mib * 2**20))
         recorder, rank = known.recorder, dist.get_rank(group)
         call = attention_call(plan, rank, selection.kernel, known.transport, memory, recorder)
+        if device.type == "cuda":
+            posts.connect(call.posts, device)
         return _Agreed(plan, call, selection)
 
 

@@ -14,6 +14,7 @@ from charm_megatron.compile import RankProgram
 from charm_megatron.cost.buffers import arena
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.executor.computations import COMPUTATIONS, Block, Partial, block_of
+from charm_megatron.executor.pairing import Addition, join_accumulations, pair_additions
 from charm_megatron.executor.views import View, ViewTable
 from charm_megatron.lowering.storage import (
     AccumulateStep,
@@ -85,13 +86,18 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """A partial result is merged into sums by its lse. `empties`: (out, lse) that get no value before."""
+    """A partial result is merged into sums by its lse. `empties`: (out, lse) that get no value before.
+
+    It `waits` in a place of the run, or is merged together with the one that waits there (`takes`).
+    """
 
     out: int
     lse: int
     rows: Rows
     is_first: bool
     empties: tuple[int, int] | None = None
+    waits: int | None = None
+    takes: int | None = None
 
     def run(self, run: "ProgramRun", partial: Partial) -> None:
         views, rows = run.views, self.rows
@@ -102,24 +108,34 @@ class Merging:
         assert lse is not None, "a result that is merged brings its lse"
         if rows is not None:
             out, lse = out[rows], lse[rows]
-        run.elementwise.merge(views[self.out], views[self.lse], out, lse, is_first=self.is_first)
+        if self.waits is not None:
+            run.waiting[self.waits] = out, lse
+            return
+        parts = [(out, lse)] if self.takes is None else [run.waiting.pop(self.takes), (out, lse)]
+        run.elementwise.merge(views[self.out], views[self.lse], parts, is_first=self.is_first)
 
 
 @dataclass(frozen=True, slots=True)
 class Adding:
-    """A partial result is added to sums, field by field. `empties`: those that get no value before."""
+    """A partial result is added to sums, field by field; otherwise as `Merging`."""
 
     sums: tuple[int, ...]
     rows: Rows
     is_first: bool
     empties: tuple[int, ...] = ()
+    waits: int | None = None
+    takes: int | None = None
 
     def run(self, run: "ProgramRun", partial: Partial) -> None:
-        views, rows, parts = run.views, self.rows, partial.values
+        views, rows, part = run.views, self.rows, tuple(partial.values)
         for number in self.empties:
             views[number].zero_()
         if rows is not None:
-            parts = [part[rows] for part in parts]
+            part = tuple(x[rows] for x in part)
+        if self.waits is not None:
+            run.waiting[self.waits] = part
+            return
+        parts = [part] if self.takes is None else [run.waiting.pop(self.takes), part]
         run.elementwise.add([views[number] for number in self.sums], parts, is_first=self.is_first)
 
 
@@ -144,9 +160,9 @@ class Attending:
         q = [_joined([views[number] for number in parts]) for parts in self.q]
         kv = [_joined([views[number] for number in parts]) for parts in self.kv]
         partials = run.attend(run.context, self.block, q, kv)
-        for into_all, partial in zip(self.results, partials, strict=True):
-            for into in into_all:
-                into.run(run, partial)
+        for ranges, partial in zip(self.results, partials, strict=True):
+            for reducing in ranges:
+                reducing.run(run, partial)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -200,10 +216,14 @@ class _Compiler:
         self.storage, self.pass_ = program.storage, program.pass_
         self.arena = arena(self.storage, wire)
         self.table = ViewTable(self.storage, wire, self.arena)
+        self.steps = join_accumulations(self.storage)
+        self.pairs = pair_additions(self.steps)
+        self.firsts: set[int] = set()
+        """Places where the first partial result of an accumulator waits."""
 
     def compile(self) -> CompiledProgram:
         begin = tuple(x for name in self.storage.packed for x in self._pack_own(name))
-        operations = tuple(map(self._operation, self.storage.steps))
+        operations = tuple(map(self._operation, range(len(self.steps)), self.steps))
         frees = tuple(map(self._frees, self.storage.steps))
         untouched = tuple(
             self.table.field(one, name)
@@ -224,17 +244,17 @@ class _Compiler:
             self.arena.num_bytes,
         )
 
-    def _operation(self, step: Step) -> Operation | None:
+    def _operation(self, number: int, step: Step | None) -> Operation | None:
         match step:
             case PostStep():
                 return self._post(step)
             case WaitStep(key):
                 return Waiting(key)
             case AttendStep():
-                return self._attend(step)
+                return self._attend(number, step)
             case AccumulateStep():
-                return self._accumulate(step)
-            case FreeStep():
+                return self._accumulate(number, step)
+            case FreeStep() | None:
                 return None
 
     def _frees(self, step: Step) -> tuple[int, ...]:
@@ -293,7 +313,7 @@ class _Compiler:
 
     # ------------------------------------------------------------------ blocks
 
-    def _attend(self, step: AttendStep) -> Attending:
+    def _attend(self, number: int, step: AttendStep) -> Attending:
         computation = COMPUTATIONS[self.pass_]
         block, rows, keys = block_of(step, computation)
         makes = tuple(
@@ -316,8 +336,13 @@ class _Compiler:
         )
         of_rows = {"q": rows, "kv": keys}
         results = tuple(
-            tuple(self._reduce(payload, at, of_rows[payload.side], is_whole=len(into) == 1) for at in into)
-            for payload, into in zip(self.pass_.results, step.results, strict=True)
+            tuple(
+                self._reduce(
+                    Addition(number, result, i), payload, at, of_rows[payload.side], is_whole=len(into) == 1
+                )
+                for i, at in enumerate(into)
+            )
+            for result, (payload, into) in enumerate(zip(self.pass_.results, step.results, strict=True))
         )
         return Attending(block, makes, q, kv, results)
 
@@ -326,23 +351,32 @@ class _Compiler:
             return self.table.field(beside, name, rows)
         return self.table.field(at, name, rows)
 
-    def _reduce(self, payload: Payload, at: Range, rows: slice, *, is_whole: bool) -> Reducing:
+    def _reduce(
+        self, addition: Addition, payload: Payload, at: Range, rows: slice, *, is_whole: bool
+    ) -> Reducing:
         """Adds a partial result, or its part for this range, to the range, or to the rows of it that a band leaves."""
+        waits, takes = self.pairs.waiting.get(addition), self.pairs.taking.get(addition)
         is_cut = rows != slice(None)
         of_range = None if is_whole else slice(at.first_row, at.last_row)
         sums = tuple(self.table.field(at, name, rows) for name in payload.values)
         fills = is_cut and at.is_fresh
-        is_first = at.is_fresh and not is_cut
+        is_first = (at.is_fresh and not is_cut) or takes in self.firsts
+        if waits is not None and is_first:
+            self.firsts.add(waits)
         empty = tuple(self.table.field(at, name) for name in payload.values) if fills else ()
         if payload.reduction == "add":
-            return Adding(sums, of_range, is_first, empty)
+            return Adding(sums, of_range, is_first, empty, waits, takes)
         (name,) = payload.stats
         lse = self.table.field(at, name, rows)
         empties = (empty[0], self.table.field(at, name)) if fills else None
-        return Merging(sums[0], lse, of_range, is_first, empties)
+        return Merging(sums[0], lse, of_range, is_first, empties, waits, takes)
 
-    def _accumulate(self, step: AccumulateStep) -> Accumulating:
+    def _accumulate(self, number: int, step: AccumulateStep) -> Accumulating:
         payload = self.storage.buffers[step.source.buffer].payload
         values = tuple(self.table.field(step.source, name) for name in payload.values)
         lse = self.table.field(step.source, payload.stats[0]) if payload.stats else None
-        return Accumulating(values, lse, self._reduce(payload, step.target, slice(None), is_whole=True))
+        return Accumulating(
+            values,
+            lse,
+            self._reduce(Addition(number, 0, 0), payload, step.target, slice(None), is_whole=True),
+        )

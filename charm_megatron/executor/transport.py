@@ -1,7 +1,7 @@
 """Point-to-point transfers of a group, started together and waited for together."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,11 +69,21 @@ class GroupTransport:
 
     On gloo each transfer runs on its own and `wait` blocks the host for at most `deadline_s`. On NCCL a post is one
     ncclGroup, `wait` orders the current stream after it, and the deadline is that of the process group's own watchdog.
-    `checks_calls`: ranks tell each other which call they make (`call_check`).
+    `checks_calls`: ranks tell each other which call they make (`call_check`). `across` carries what a peer in
+    `far_peers` sends or gets: then a post has either near or far peers, and its transfers wait for none of the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, deadline_s: float, *, checks_calls: bool = True):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        deadline_s: float,
+        *,
+        checks_calls: bool = True,
+        across: dist.ProcessGroup | None = None,
+        far_peers: frozenset[int] = frozenset(),
+    ):
         self.group, self.deadline_s = group, deadline_s
+        self.across, self._far_peers = across, far_peers
         self.num_bytes_sent = 0
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._sends, self._recvs = [0] * len(self._ranks), [0] * len(self._ranks)
@@ -84,6 +94,8 @@ class GroupTransport:
         """Of the notice that is not verified yet."""
         self._notice: Way | None = None
         self._tag = 0
+        self._connected: set[tuple[int, bool]] = set()
+        """(peer, whether to it)."""
 
     def announce(self, words: str, device: torch.device) -> None:
         """Tells the next rank which call this one makes. What the previous one says is read at the first wait.
@@ -118,8 +130,9 @@ class GroupTransport:
             self._check = self._waits_for = None
 
     def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Posted:
-        ops = [self._op(dist.irecv, peer, x) for peer, x in recvs]
-        ops += [self._op(dist.isend, peer, x) for peer, x in sends]
+        group = self._group_for(sends, recvs)
+        ops = [self._op(dist.irecv, group, peer, x) for peer, x in recvs]
+        ops += [self._op(dist.isend, group, peer, x) for peer, x in sends]
         self.num_bytes_sent += sum(x.nbytes for _, x in sends)
         ways = [self._way(peer, is_recv=True) for peer, _ in recvs]
         ways += [self._way(peer, is_recv=False) for peer, _ in sends]
@@ -127,8 +140,38 @@ class GroupTransport:
         # By the tensors, since a group may have a backend for each kind of device.
         return Posted(works, ways, not any(x.is_cuda for _, x in (*recvs, *sends)))
 
-    def _op(self, kind: Callable[..., Any], peer: int, tensor: Tensor) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self.group, group_peer=peer, tag=self._tag)
+    def _group_for(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> dist.ProcessGroup:
+        if self.across is None:
+            return self.group
+        are_far = {peer in self._far_peers for peer, _ in (*sends, *recvs)}
+        assert len(are_far) == 1, "a post over two communicators has either near or far peers"
+        return self.across if are_far.pop() else self.group
+
+    def connect(self, posts: Iterable[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> None:
+        """Makes the connections that these posts, (peers to send to, peers to receive from), will need.
+
+        NCCL makes each at its first use, for which it stops the host. All ranks do this together, with posts in the
+        order of their keys, as in a program.
+        """
+        for to, from_ in posts:
+            sends = [(peer, True) for peer in to if (peer, True) not in self._connected]
+            recvs = [(peer, False) for peer in from_ if (peer, False) not in self._connected]
+            if sends or recvs:
+                bytes_ = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in (*sends, *recvs)]
+                self._connected.update(sends, recvs)
+                sent = self.num_bytes_sent
+                self.wait(
+                    self.post(
+                        [(peer, x) for (peer, _), x in zip(sends, bytes_, strict=False)],
+                        [(peer, x) for (peer, _), x in zip(recvs, bytes_[len(sends) :], strict=True)],
+                    )
+                )
+                self.num_bytes_sent = sent
+
+    def _op(
+        self, kind: Callable[..., Any], group: dist.ProcessGroup, peer: int, tensor: Tensor
+    ) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=self._tag)
 
     def _way(self, peer: int, *, is_recv: bool) -> Way:
         counts = self._recvs if is_recv else self._sends

@@ -157,7 +157,7 @@ class ViewTable:
         return self._numbers.setdefault(view, len(self._numbers))
 
     def _in_tensor(self, buffer: Buffer, at: Range, field: str, span: tuple[int, int]) -> InTensor:
-        """Pieces of a rank's own tensors lie by head group, then by chunk; a tensor has all head groups side by side."""
+        """Own pieces are counted by head group, then by chunk; a tensor has all head groups side by side."""
         head = buffer.pieces[at.start].head
         assert head == buffer.pieces[at.stop - 1].head, "own pieces of several head groups are no one tensor"
         shard = self._rows[at.buffer][-1] // self.wire.problem.head_groups(buffer.payload.side)

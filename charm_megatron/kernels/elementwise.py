@@ -1,42 +1,83 @@
-"""temporary"""
+"""The work between blocks of attention: partial results are merged and added, operands packed, element by element.
+
+Legend of shapes: `s` rows, `b` batch, `h` heads, `w` the width of a tensor. Tensors may have any strides, save that a
+last dimension `w` is contiguous, and any mix of floating dtypes: what is written is converted.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
+
 import torch
 from torch import Tensor
+
 from charm_megatron.kernels.torch_flash import stand_in_out
+
+Merged = tuple[Tensor, Tensor]
+"""A partial result: out [s, b, h, w] and lse [s, b, h]."""
 
 
 class Elementwise(Protocol):
-    def merge(
-        self, out_sum: Tensor, lse_sum: Tensor, out: Tensor, lse: Tensor, *, is_first: bool
-    ) -> None: ...
-    def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor], *, is_first: bool) -> None: ...
-    def place(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None: ...
-    def row_dot(self, dout: Tensor, out: Tensor, into: Tensor) -> None: ...
-    def stand_in(self, dout: Tensor, delta: Tensor, into: Tensor) -> None: ...
+    """What executors need beside attention itself; on a GPU each call is one launch."""
+
+    name: str
+
+    def merge(self, out_sum: Tensor, lse_sum: Tensor, parts: Sequence[Merged], *, is_first: bool) -> None:
+        """Merges one or two partial results, in their order, into (out_sum [s, b, h, w], lse_sum [s, b, h]), in place.
+
+        lse = logaddexp(lse_a, lse_b); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A row without a finite
+        logit has lse -inf; two of them merge into one. NaN stays NaN. `is_first`: the sums hold nothing yet.
+        """
+        ...
+
+    def add(self, sums: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], *, is_first: bool) -> None:
+        """Adds one or two partial results, in their order, in place: each a tensor [s, b, h, w_i] for each of `sums`."""
+        ...
+
+    def place(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Writes the second tensor of each pair, [s, b, h, w_i] or [s, b, h], to the first; all share s, b and h."""
+        ...
+
+    def row_dot(self, dout: Tensor, out: Tensor, into: Tensor) -> None:
+        """Writes rowsum(dout * out), delta [s, b, h], of tensors [s, b, h, w]."""
+        ...
+
+    def stand_in(self, dout: Tensor, delta: Tensor, into: Tensor) -> None:
+        """Writes an `out` [s, b, h, w] whose row sums with dout [s, b, h, w] are delta [s, b, h]."""
+        ...
 
 
 class TorchElementwise:
-    def merge(self, out_sum, lse_sum, out, lse, *, is_first):
-        if is_first:
-            out_sum.copy_(out)
-            lse_sum.copy_(lse)
-            return
-        weight = torch.sigmoid(lse - lse_sum).masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
-        out_sum.lerp_(out.to(out_sum.dtype), weight)
-        torch.logaddexp(lse_sum, lse, out=lse_sum)
+    """By torch's own operators, some for each call."""
 
-    def add(self, sums, parts, *, is_first):
-        for s, p in zip(sums, parts, strict=True):
-            s.copy_(p) if is_first else s.add_(p)
+    name = "torch"
 
-    def place(self, pairs):
-        for a, b in pairs:
-            a.copy_(b)
+    def merge(self, out_sum: Tensor, lse_sum: Tensor, parts: Sequence[Merged], *, is_first: bool) -> None:
+        for out, lse in parts:
+            if is_first:
+                out_sum.copy_(out)
+                lse_sum.copy_(lse)
+                is_first = False
+                continue
+            # The second weight is the sigmoid of how much larger its lse is.
+            weight = torch.sigmoid(lse - lse_sum).masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
+            out_sum.lerp_(out.to(out_sum.dtype), weight)
+            torch.logaddexp(lse_sum, lse, out=lse_sum)
 
-    def row_dot(self, dout, out, into):
-        into.copy_((dout.to(into.dtype) * out.to(into.dtype)).sum(-1))
+    def add(self, sums: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], *, is_first: bool) -> None:
+        for part in parts:
+            for total, x in zip(sums, part, strict=True):
+                if is_first:
+                    total.copy_(x)
+                else:
+                    total.add_(x)
+            is_first = False
 
-    def stand_in(self, dout, delta, into):
+    def place(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for into, source in pairs:
+            into.copy_(source)
+
+    def row_dot(self, dout: Tensor, out: Tensor, into: Tensor) -> None:
+        torch.sum(dout.to(into.dtype) * out.to(into.dtype), -1, out=into)
+
+    def stand_in(self, dout: Tensor, delta: Tensor, into: Tensor) -> None:
         into.copy_(stand_in_out(dout, delta))

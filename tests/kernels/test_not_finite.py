@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from charm_megatron.executor.reduce import merge_partial
 from charm_megatron.kernels import ReferenceKernel, TorchCpuKernel
+from charm_megatron.kernels.elementwise import TorchElementwise
 from charm_megatron.workload import Band
 
 pytestmark = pytest.mark.torch
@@ -81,6 +81,6 @@ def test_merging_keeps_nan_and_leaves_empty_rows_empty():
     }
     for (lse_sum, lse, out), wanted in cases.items():
         sums = torch.tensor([[0.0 if lse_sum == -inf else 1.0]]), torch.tensor([lse_sum])
-        merge_partial(*sums, torch.tensor([[out]]), torch.tensor([lse]))
+        TorchElementwise().merge(*sums, [(torch.tensor([[out]]), torch.tensor([lse]))], is_first=False)
         got = (float(sums[0]), float(sums[1]))
         assert got == pytest.approx(wanted, nan_ok=True), (lse_sum, lse, out)

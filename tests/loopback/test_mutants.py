@@ -135,7 +135,9 @@ class Subject:
     def _calls(self, group, programs):
         """The group's calls, with other programs."""
         for rank, (call, program) in enumerate(zip(group.calls, programs, strict=True)):
-            storage = plan_storage(program, self.schedule.pass_, self.problem, rank, self.wire.wide(self.schedule.pass_))
+            storage = plan_storage(
+                program, self.schedule.pass_, self.problem, rank, self.wire.wide(self.schedule.pass_)
+            )
             compiled = BoundProgram(RankProgram("mutant", self.schedule.pass_, program, storage), self.wire)
             yield replace(call, **{f"{self.direction}_programs": (compiled,)})
 
