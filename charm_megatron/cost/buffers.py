@@ -10,6 +10,8 @@ from charm_megatron.cost.wire import WireFormat
 from charm_megatron.lowering.storage import Buffer, Storage, plan_storage
 from charm_megatron.schedule.schedule import Schedule
 
+MOST_COMPARED = 512
+"""Buffers of one program for which several orders are tried: each takes time that grows with the square."""
 ALIGNMENT_BYTES = 128
 """Of each buffer's place: what devices load, and network cards copy, at a time."""
 
@@ -69,38 +71,52 @@ class Arena:
 def arena(storage: Storage, wire: WireFormat) -> Arena:
     """Places the buffers of a storage: two that are in use at one time never overlap."""
     spans = lifetimes(storage, wire)
-    placed = iter(place([span for span in spans if span is not None]))
+    taken = [span for span in spans if span is not None]
+    found = place(taken)
+    placed = iter(found)
     offsets = tuple(None if span is None else next(placed) for span in spans)
-    ends = [
-        at + span.num_bytes
-        for at, span in zip(offsets, spans, strict=True)
-        if at is not None and span is not None
-    ]
-    return Arena(offsets, _aligned(max(ends, default=0)))
+    return Arena(offsets, _aligned(_end(taken, found)))
 
 
 def place(spans: Sequence[Lifetime]) -> list[int]:
-    """The offset of each buffer: in order of time, the smallest gap between those in use that takes it."""
+    """The offset of each buffer: the orders in which to place them are tried, and the one that needs least is taken."""
+    numbers = range(len(spans))
+    in_time = sorted(numbers, key=lambda i: (spans[i].first, -spans[i].num_bytes))
+    orders = [in_time]
+    if len(spans) <= MOST_COMPARED:
+        orders.append(sorted(numbers, key=lambda i: (-spans[i].num_bytes, spans[i].first)))
+        orders.append(sorted(numbers, key=lambda i: (spans[i].first - spans[i].last, -spans[i].num_bytes)))
+    placed = (_placed(spans, order, is_in_time=order is in_time) for order in orders)
+    return min(placed, key=lambda offsets: _end(spans, offsets))
+
+
+def _placed(spans: Sequence[Lifetime], order: Sequence[int], *, is_in_time: bool) -> list[int]:
+    """Each in the tightest gap between those placed before that are in use at the same time."""
     offsets = [0] * len(spans)
-    in_use: list[tuple[int, int, int]] = []  # (offset, end, last), by offset
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i].first, -spans[i].num_bytes)):
-        span = spans[i]
-        in_use = [one for one in in_use if one[2] > span.first]
-        size = _aligned(span.num_bytes)
-        offsets[i] = _gap(in_use, size)
-        in_use = sorted([*in_use, (offsets[i], offsets[i] + size, max(span.last, span.first + 1))])
+    before: list[tuple[int, int, int, int]] = []  # (offset, end, first, last)
+    for i in order:
+        first, last = spans[i].first, max(spans[i].last, spans[i].first + 1)
+        busy = sorted(one for one in before if one[3] > first and one[2] < last)
+        size = _aligned(spans[i].num_bytes)
+        offsets[i] = _gap(busy, size)
+        # In order of time nothing meets those again that have ended.
+        before = [*(busy if is_in_time else before), (offsets[i], offsets[i] + size, first, last)]
     return offsets
 
 
-def _gap(in_use: Sequence[tuple[int, int, int]], size: int) -> int:
+def _gap(busy: Sequence[tuple[int, int, int, int]], size: int) -> int:
     """Where `size` bytes fit: the tightest place between, else behind the last."""
     best: tuple[int, int] | None = None
     end = 0
-    for begin, stop, _ in in_use:
+    for begin, stop, _, _ in busy:
         if begin - end >= size and (best is None or begin - end < best[0]):
             best = begin - end, end
         end = max(end, stop)
     return end if best is None else best[1]
+
+
+def _end(spans: Sequence[Lifetime], offsets: Sequence[int]) -> int:
+    return max((at + span.num_bytes for at, span in zip(offsets, spans, strict=True)), default=0)
 
 
 def _aligned(num_bytes: int) -> int:

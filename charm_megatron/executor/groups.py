@@ -66,10 +66,11 @@ def twin_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup
     return twin
 
 
-def _nccl_options(group: dist.ProcessGroup, device: torch.device) -> object:
+def _nccl_options(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Megatron's `--high-priority-stream-groups` reaches the twin as well."""
     options: Any = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = group._get_backend(device).options.is_high_priority_stream
+    of_group: Any = group._get_backend(device).options
+    options.is_high_priority_stream = of_group.is_high_priority_stream
     return options
 
 

@@ -46,11 +46,11 @@ def join_accumulations(storage: Storage) -> list[Step | None]:
 
 
 def _follows(storage: Storage, head: AccumulateStep, step: AccumulateStep) -> bool:
-    pieces = storage.buffers[head.target.buffer].pieces
-    if pieces[head.target.stop - 1].head != pieces[step.target.start].head:
-        return False
     pairs = ((head.source, step.source), (head.target, step.target))
-    return all((a.buffer, a.stop, a.is_fresh) == (b.buffer, b.start, b.is_fresh) for a, b in pairs)
+    if not all((a.buffer, a.stop, a.is_fresh) == (b.buffer, b.start, b.is_fresh) for a, b in pairs):
+        return False
+    pieces = storage.buffers[head.target.buffer].pieces
+    return pieces[head.target.stop - 1].head == pieces[step.target.start].head
 
 
 def _both(first: Range, second: Range) -> Range:

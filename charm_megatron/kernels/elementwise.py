@@ -30,7 +30,7 @@ class Elementwise(Protocol):
         ...
 
     def add(self, sums: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], *, is_first: bool) -> None:
-        """Adds one or two partial results, in their order, in place: each a tensor [s, b, h, w_i] for each of `sums`."""
+        """Adds one or two partial results in their order, in place: each a tensor [s, b, h, w_i] for each of `sums`."""
         ...
 
     def place(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -228,16 +228,50 @@ def test_results_are_bitwise_repeatable():
     assert run_ranks(repeated_run, 4) == [True] * 4
 
 
-def pool_sizes(rank, size):
+def over_two_communicators(rank, size):
+    """Errors; whether out, dq, dk, dv are bitwise those of one communicator; bytes sent with each."""
+    results, sent = [], []
+    for settings in ({"communicators": "two"}, {"communicators": "one", "fuse": False}):
+        runtime = AttentionRuntime(CharmConfig(domains=2, deadline_s=60, **settings))
+        errors = run_case(runtime, rank, size, kv_heads=2)
+        workload = Workload(BATCH, 2 * size * TOKENS_PER_CHUNK, HEADS, 2, HEAD_DIM, HEAD_DIM)
+        posts = runtime.call(dist.group.WORLD, workload).posts
+        (known,) = runtime._groups.values()
+        before = runtime.num_bytes_sent_to_all
+        known.transport.transport.connect(posts, torch.device("cpu"))
+        q, k, v, _ = (x.detach().float() for x in inputs(2 * size * TOKENS_PER_CHUNK, 2, HEAD_DIM))
+        tokens = 2 * TOKENS_PER_CHUNK
+        shard = [x[rank * tokens : (rank + 1) * tokens].clone().requires_grad_() for x in (q, k, v)]
+        out = runtime.attention(*shard, group=dist.group.WORLD)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), shard)))
+        sent.append(runtime.num_bytes_sent_to_all - before)
+        num_groups = len(dist.distributed_c10d._world.pg_map)
+        runtime.forget(None)
+        dist.barrier()
+        sent.append(num_groups - len(dist.distributed_c10d._world.pg_map))
+    return max(errors.values()), all(torch.equal(a, b) for a, b in zip(*results, strict=True)), sent
+
+
+def test_two_communicators_give_what_one_gives_and_the_second_goes_with_the_group():
+    for error, is_equal, (sent_over_two, groups_gone, sent_over_one, none_gone) in run_ranks(
+        over_two_communicators, 6
+    ):
+        assert error < 1e-6
+        assert is_equal
+        assert sent_over_two == sent_over_one > 0
+        assert (groups_gone, none_gone) == (1, 0)
+
+
+def memory_sizes(rank, size):
     runtime = AttentionRuntime(CharmConfig(schedule="ring", deadline_s=60))
     for _ in range(3):
         run_case(runtime, rank, size, mask=NO_MASK, kv_heads=HEADS)
     (known,) = runtime._groups.values()
-    return sum(pool.num_bytes for pool in known.pools.values())
+    return sum(memory.num_bytes for memory in known.memories.values())
 
 
 def test_buffers_of_the_ring_do_not_grow_with_the_number_of_ranks():
-    assert set(run_ranks(pool_sizes, 4)) == set(run_ranks(pool_sizes, 8))
+    assert set(run_ranks(memory_sizes, 4)) == set(run_ranks(memory_sizes, 8))
 
 
 def disagreeing(rank, size):

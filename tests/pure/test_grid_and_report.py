@@ -5,6 +5,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from charm_megatron.compile import rank_program
 from charm_megatron.cost.buffers import (
@@ -278,17 +280,24 @@ def test_one_rank_alone_needs_no_buffers():
     assert peak_buffers(made, wire, 0) == Buffers()
 
 
-def test_a_place_serves_one_buffer_after_the_other_and_the_tightest_gap_is_taken():
+def test_one_place_serves_buffers_one_after_the_other():
     unit = ALIGNMENT_BYTES
-    spans = [
-        Lifetime(2 * unit, 0, 3),
-        Lifetime(unit, 1, 2),
-        Lifetime(unit - 1, 2, 5),  # where the one before was
-        Lifetime(unit, 3, 5),  # where the first was, ..
-        Lifetime(unit, 3, 4),  # .. and behind it
-        Lifetime(3 * unit, 4, 5),
-    ]
-    assert place(spans) == [0, 2 * unit, 2 * unit, 0, unit, 3 * unit]
+    spans = [Lifetime(2 * unit, 0, 3), Lifetime(unit, 3, 4), Lifetime(unit - 1, 3, 5), Lifetime(unit, 4, 6)]
+    assert sorted(place(spans)) == [0, 0, 0, unit]
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda size, first, length: Lifetime(size, first, first + length), *[st.integers(0, 20)] * 3
+        ),
+        max_size=12,
+    )
+)
+def test_places_never_overlap_in_time_and_memory(spans):
+    for (a, begin), (b, start) in combinations(zip(spans, place(spans), strict=True), 2):
+        if a.last > b.first and b.last > a.first:
+            assert begin + a.num_bytes <= start or start + b.num_bytes <= begin
 
 
 def test_phases_share_their_memory():
@@ -310,7 +319,7 @@ def test_buffers_in_use_at_one_time_never_overlap_and_need_little_more_than_thei
                 continue
             assert begin + a.num_bytes <= start or start + b.num_bytes <= begin
         got = peak_buffers(phase, wire, 3)
-        assert 0 < got.peak_bytes <= got.pool_bytes < 1.5 * got.peak_bytes
+        assert 0 < got.peak_bytes <= got.pool_bytes < 1.3 * got.peak_bytes + 8 * ALIGNMENT_BYTES
 
 
 # ---------------------------------------------------------------------- pictures and traces
