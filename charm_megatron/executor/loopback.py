@@ -43,10 +43,10 @@ class _Flight:
 
 
 class LoopbackNetwork:
-    """The transfers between the ranks of one process."""
+    """The transfers between the ranks of one process. `watches`: what is sent must not change under way."""
 
-    def __init__(self, num_ranks: int, *, is_buffered: bool = False):
-        self.is_buffered = is_buffered
+    def __init__(self, num_ranks: int, *, is_buffered: bool = False, watches: bool = True):
+        self.is_buffered, self.watches = is_buffered, watches
         self.queues: list[deque[_Flight]] = [deque() for _ in range(num_ranks)]
         self.open: list[list[_Flight]] = [[] for _ in range(num_ranks)]
         self._mail: dict[tuple[int, int], deque[Tensor]] = {}
@@ -64,7 +64,8 @@ class LoopbackNetwork:
             for peer, x in sends:
                 self._mail.setdefault((rank, peer), deque()).append(x.clone())
             sends = ()
-        flight = _Flight(list(sends), list(recvs), tensors, [(x, x.clone()) for _, x in sends])
+        as_posted = [(x, x.clone()) for _, x in sends] if self.watches else []
+        flight = _Flight(list(sends), list(recvs), tensors, as_posted)
         self.queues[rank].append(flight)
         self.open[rank].append(flight)
         return flight
@@ -100,7 +101,8 @@ class LoopbackNetwork:
             into = self.queues[dst][0] if self.queues[dst] else None
             waiting = [recv for recv in into.recvs if recv[0] == src] if into else []
             if into and waiting:
-                out.require_unchanged(data)
+                if self.watches:
+                    out.require_unchanged(data)
                 _copy(data, waiting[0][1])
                 _remove(out.sends, transfer)
                 _remove(into.recvs, waiting[0])
