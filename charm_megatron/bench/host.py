@@ -67,7 +67,7 @@ def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domai
         times = _host_times(schedule, domains)
         for model in models:
             plan = _plan(schedule, domains, MODELS[model])
-            for direction, count in _counts(plan).items():
+            for direction, count in counts(plan).items():
                 per_action = times[direction]
                 yield HostRow(
                     model,
@@ -109,6 +109,8 @@ class Count:
     launches: int = 0
     elementwise_bytes: int = 0
     of_attends: list[int] = field(default_factory=list)
+    operators: set[str] = field(default_factory=set)
+    """Of torch, views and memory left out."""
 
     def note(self, *tensors: Tensor) -> None:
         """One launch that reads or writes these."""
@@ -176,11 +178,11 @@ class _MetaKernel:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-class _Others(TorchDispatchMode):
+class _Others(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's own operators: copies and conversions, which no fused kernel has taken over."""
 
     def __init__(self, count: Count):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -189,6 +191,7 @@ class _Others(TorchDispatchMode):
         if not func.is_view and not name.startswith(("empty", "new_empty", "detach")):
             leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
             self.count.note(*(x for x in leaves if isinstance(x, Tensor)))
+            self.count.operators.add(name)
         return result
 
 
@@ -207,10 +210,11 @@ class _Nowhere:
         """There is nothing to wait for."""
 
 
-def _counts(plan: Plan) -> dict[Direction, Count]:
-    counts = {direction: Count() for direction in DIRECTIONS}
+def counts(plan: Plan) -> dict[Direction, Count]:
+    """What rank 0 launches in each pass of one layer."""
+    found = {direction: Count() for direction in DIRECTIONS}
     q, k, v, dout, result = _shard(plan.workload, plan.problem.cp_size, torch.device("meta"))
-    for direction, count in counts.items():
+    for direction, count in found.items():
         memory = Memory(torch.device("meta"), 0)
         call = attention_call(
             plan, 0, _MetaKernel(count), _Nowhere(), memory, elementwise=CountedElementwise(count)
@@ -223,7 +227,7 @@ def _counts(plan: Plan) -> dict[Direction, Count]:
         with _Others(count):
             for run in phases:
                 _run_counted(run, count)
-    return counts
+    return found
 
 
 def _run_counted(run: ProgramRun, count: Count) -> None:

@@ -270,7 +270,7 @@ class _TimedBlock:
             self.q,
             self.k,
             self.v,
-            self.lse,
+            self.dout,
             self.lse,
             causal=self.causal,
             softmax_scale=self.scale,

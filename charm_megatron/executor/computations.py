@@ -110,14 +110,14 @@ def _forward(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Seque
 
 def _backward(context: BlockContext, block: Block, q: Sequence[Tensor], kv: Sequence[Tensor]) -> Attended:
     """(q, dout, out, lse, k, v) -> dq and (dk, dv)."""
-    query, dout, out, lse = q
-    out = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    (query, dout, out, lse), (k, v) = q, kv
     dq, dk, dv = context.kernel.backward(
         dout,
         query,
-        *kv,
-        lse,
+        k,
+        v,
         out,
+        lse,
         causal=block.action.causal,
         softmax_scale=context.softmax_scale,
         band=block.band,

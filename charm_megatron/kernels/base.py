@@ -2,7 +2,7 @@
 
 A block is some queries against some keys and values, with its own softmax. Its `out` and `lse` merge
 with those of other blocks over the same queries into exact attention; its backward takes the merged
-(global) `lse` and `delta` and gives exact partial gradients, which add up over blocks.
+(global) `out` and `lse` and gives exact partial gradients, which add up over blocks.
 
 Legend of shapes: `s_q`, `s_k` rows of the block; `b` batch; `h` query heads, `h_k` KV heads; `d` width
 of q and k, `d_v` width of v and out. Query head `j` reads KV head `j // (h // h_k)`.
@@ -25,7 +25,7 @@ class BlockKernel(Protocol):
     | k, dk | [s_k, b, h_k, d] | model |
     | v, dv | [s_k, b, h_k, d_v] | model |
     | out, dout | [s_q, b, h, d_v] | model |
-    | lse, delta | [s_q, b, h] | float32, or float64 where the model is float64 |
+    | lse | [s_q, b, h] | float32, or float64 where the model is float64 |
 
     Gradients have `grad_dtype` in place of the model's dtype. Inputs may be views with any strides, as
     long as their last dimension is contiguous: queries packed beside other values, or keys and values
@@ -63,8 +63,8 @@ class BlockKernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         *,
         causal: bool,
         softmax_scale: float,
@@ -72,7 +72,8 @@ class BlockKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv, the last two summed over the query heads that share a KV head.
 
-        `lse` and `delta` = rowsum(dout * out) belong to all blocks of these queries together.
+        `out` and `lse` belong to all blocks of these queries together. Of `out` only rowsum(dout * out), delta, counts:
+        another tensor with these row sums may stand in for it.
         """
         ...
 
@@ -136,9 +137,9 @@ def hidden_elements(num_rows: int, num_columns: int, band: Band, device: torch.d
     return (distance < band.lo) | (distance > band.hi)
 
 
-def check_rows(q: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> None:
+def check_rows(q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
     """Asserts that what a backward gets beside the block has the block's query rows."""
-    assert dout.shape == (*q.shape[:3], v.shape[3]), (dout.shape, q.shape, v.shape)
-    assert dout.dtype == q.dtype, (dout.dtype, q.dtype)
-    assert lse.shape == delta.shape == q.shape[:3], (lse.shape, delta.shape, q.shape)
-    assert lse.dtype == delta.dtype == accumulate_dtype(q.dtype), (lse.dtype, delta.dtype)
+    assert dout.shape == out.shape == (*q.shape[:3], v.shape[3]), (dout.shape, out.shape, q.shape, v.shape)
+    assert dout.dtype == out.dtype == q.dtype, (dout.dtype, out.dtype, q.dtype)
+    assert lse.shape == q.shape[:3], (lse.shape, q.shape)
+    assert lse.dtype == accumulate_dtype(q.dtype), lse.dtype

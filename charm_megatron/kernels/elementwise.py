@@ -10,8 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from charm_megatron.kernels.torch_flash import stand_in_out
-
 Merged = tuple[Tensor, Tensor]
 """A partial result: out [s, b, h, w] and lse [s, b, h]."""
 
@@ -81,3 +79,22 @@ class TorchElementwise:
 
     def stand_in(self, dout: Tensor, delta: Tensor, into: Tensor) -> None:
         into.copy_(stand_in_out(dout, delta))
+
+
+def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """The shortest `out` whose row sums with `dout` are `delta`: dout * delta / |dout|^2.
+
+    `dout` [s_q, b, h, d_v] model dtype, `delta` [s_q, b, h] float32 or float64; gives [s_q, b, h, d_v]
+    in dout's dtype, zero where a row of dout is. It is no longer than the true out, so it fits in any
+    dtype which that fits in, and rounding it changes delta by a rounding. Rows are scaled by their
+    largest entry first: gradients of 1e-23 are ordinary in float32, their squares are zero.
+    """
+    wide = delta.dtype
+    largest: Tensor = torch.linalg.vector_norm(dout, float("inf"), dim=-1, keepdim=True, dtype=wide)
+    no_gradient = largest == 0  # a row with NaN is not one: it must stay visible
+    largest = largest.masked_fill(no_gradient, 1.0)
+    direction = dout.to(wide) / largest
+    square = direction.square().sum(-1, keepdim=True).masked_fill(no_gradient, 1.0)
+    # Two divisions: the product of the divisors could leave the range of the dtype, the quotients cannot.
+    length = delta.unsqueeze(-1) / largest / square
+    return (direction * length).to(dout.dtype)

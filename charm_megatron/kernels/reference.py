@@ -50,19 +50,20 @@ class ReferenceKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         *,
         causal: bool,
         softmax_scale: float,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v, causal, band)
-        check_rows(q, v, dout, lse, delta)
+        check_rows(q, v, dout, out, lse)
         num_kv_heads = k.shape[2]
         logits = masked_logits(q, k, causal, softmax_scale, band)
         probabilities = torch.exp(logits - _finite(_per_logit_row(lse, num_kv_heads)))
         grouped_dout = _grouped(dout, num_kv_heads)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         dv = torch.einsum("bkgqs,qbkgd->sbkd", probabilities, grouped_dout)
         dprobabilities = torch.einsum("qbkgd,sbkd->bkgqs", grouped_dout, v.to(grouped_dout.dtype))
         dlogits = probabilities * (dprobabilities - _per_logit_row(delta, num_kv_heads)) * softmax_scale

@@ -4,9 +4,6 @@ Both pairs of operators return `lse`, share KV heads among query heads natively 
 and dv over a group), and want `d == d_v`: the narrower side is padded with zeros, which changes neither
 logits nor lse, and the padding of the results is cut off again. Gradients come in the model's dtype.
 
-Both backwards compute `delta` themselves, as rowsum(dout * out). Out does not travel with a query, delta
-does, so `stand_in_out` gives them an `out` with the right row sums.
-
 Argument lists are those of torch 2.11 to 2.14 (`torch.ops.aten.<operator>.default._schema`); what is
 said of strides and dtypes below is from ATen/native/cpu/FlashAttentionKernel.cpp and
 ATen/native/transformers/cuda/{attention_backward.cu, flash_attn/flash_api.cpp}.
@@ -101,18 +98,17 @@ class TorchCpuKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         *,
         causal: bool,
         softmax_scale: float,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v, causal, band)
-        check_rows(q, v, dout, lse, delta)
+        check_rows(q, v, dout, out, lse)
         width = max(q.shape[3], v.shape[3])
-        dout, q, k, v = (x.to(self.grad_dtype(q.dtype)) for x in (dout, q, k, v))
-        operands = (dout, q, k, v, stand_in_out(dout, delta))
+        operands = [x.to(self.grad_dtype(q.dtype)) for x in (dout, q, k, v, out)]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_before_rows(widened(x, width)) for x in operands),
             lse.permute(1, 2, 0),  # [s, b, h] -> [b, h, s]
@@ -189,22 +185,22 @@ class TorchCudaKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         *,
         causal: bool,
         softmax_scale: float,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v, causal, band)
-        check_rows(q, v, dout, lse, delta)
+        check_rows(q, v, dout, out, lse)
         width = cuda_width(q.shape[3], v.shape[3])
         # The state of dropout's random numbers: must be a tensor, is not read without dropout.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
         gradients = torch.ops.aten._flash_attention_backward(
             _batch_before_rows(widened(dout, width)),
             *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
-            _batch_before_rows(widened(stand_in_out(dout, delta), width)),
+            _batch_before_rows(widened(out, width)),
             lse.permute(1, 2, 0).contiguous(),  # [s, b, h] -> [b, h, s], read without strides
             None,  # cum_seq_q, cum_seq_k, as in the forward
             None,
@@ -238,25 +234,6 @@ def _window(q: Tensor, k: Tensor, band: Band | None) -> dict[str, int]:
         return {}
     apart = k.shape[0] - q.shape[0]
     return {"window_size_left": band.hi + apart, "window_size_right": -band.lo - apart}
-
-
-def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """The shortest `out` whose row sums with `dout` are `delta`: dout * delta / |dout|^2.
-
-    `dout` [s_q, b, h, d_v] model dtype, `delta` [s_q, b, h] float32 or float64; gives [s_q, b, h, d_v]
-    in dout's dtype, zero where a row of dout is. It is no longer than the true out, so it fits in any
-    dtype which that fits in, and rounding it changes delta by a rounding. Rows are scaled by their
-    largest entry first: gradients of 1e-23 are ordinary in float32, their squares are zero.
-    """
-    wide = delta.dtype
-    largest: Tensor = torch.linalg.vector_norm(dout, float("inf"), dim=-1, keepdim=True, dtype=wide)
-    no_gradient = largest == 0  # a row with NaN is not one: it must stay visible
-    largest = largest.masked_fill(no_gradient, 1.0)
-    direction = dout.to(wide) / largest
-    square = direction.square().sum(-1, keepdim=True).masked_fill(no_gradient, 1.0)
-    # Two divisions: the product of the divisors could leave the range of the dtype, the quotients cannot.
-    length = delta.unsqueeze(-1) / largest / square
-    return (direction * length).to(dout.dtype)
 
 
 def _dtype_obstacle(sizes: BlockSizes, dtypes: Sequence[torch.dtype]) -> str | None:

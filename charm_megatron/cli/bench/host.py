@@ -48,9 +48,9 @@ def host_command(
         rows = list(measure_host(wanted, options.schedule_names(schedules), domains))
     console.print(_table(rows, f"one layer on rank 0 of {nodes} x {ranks_per_node}, posts lane by lane"))
     console.print(
-        "launches: of the most expensive Attend with its merge, and of all; bytes: elementwise work; host: median of an "
-        "action and sum\nof all, with nothing to compute; ms: modelled on two NCCL communicators; buffers: of the rank "
-        "that needs most, in shards of q in float32"
+        "launches: of the most expensive Attend with its merge, and of all; bytes: elementwise work; us/action, host "
+        "ms: median of\nan action and sum of all, with nothing to compute; nccl ms: modelled on two communicators; "
+        "buffers: of the rank that needs\nmost, in shards of q in float32"
     )
     write_json([as_json(row) for row in rows], json_file)
 
