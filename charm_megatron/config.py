@@ -58,8 +58,10 @@ class CharmConfig(Section):
     out_return_dtype: Literal["model", "float32"] = Field(
         "model", description="Width of a partial output on its way home."
     )
-    grad_return_dtype: Literal["model", "float32"] = Field(
-        "float32", description="Width of a partial gradient on its way home."
+    grad_return_dtype: Literal["model", "float32", "by_link"] = Field(
+        "by_link",
+        description="Width of a partial gradient on its way home; by_link: float32 inside a domain, the model's dtype "
+        "across, where what a domain adds up is rounded once.",
     )
     prefetch_depth: int = Field(
         1,

@@ -32,7 +32,7 @@ class Settings(TypedDict, total=False):
     domains: str | int
     kernel: str
     out_return_dtype: Literal["model", "float32"]
-    grad_return_dtype: Literal["model", "float32"]
+    grad_return_dtype: Literal["model", "float32", "by_link"]
     prefetch_depth: int
     fuse: bool
     deadline_s: float

@@ -22,6 +22,7 @@ MODEL, MEASUREMENT, OUTPUT = "Model", "Measurement", "Output"
 
 BOTH_PASSES = ",".join(DIRECTIONS)
 RETURN_DTYPES = ("model", "float32")
+GRAD_RETURN_DTYPES = (*RETURN_DTYPES, "by_link")
 
 
 def option(help: str, panel: str, *names: str, **rest: Any) -> Any:  # noqa: A002  # typer's own word
@@ -142,7 +143,11 @@ OutReturnDtype = Annotated[
 ]
 GradReturnDtype = Annotated[
     str,
-    option("Partial gradients travel home in: model or float32.", SCHEDULE, callback=one_of(RETURN_DTYPES)),
+    option(
+        "Partial gradients travel home in: model, float32, or by_link (float32 inside domains, model across).",
+        SCHEDULE,
+        callback=one_of(GRAD_RETURN_DTYPES),
+    ),
 ]
 
 # ---------------------------------------------------------------------- output

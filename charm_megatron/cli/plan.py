@@ -22,7 +22,7 @@ def plan_command(
         bool | None, option(options.FUSE_HELP, SCHEDULE, options.FUSE_FLAGS, show_default="fuse")
     ] = None,
     out_return_dtype: options.OutReturnDtype = "model",
-    grad_return_dtype: options.GradReturnDtype = "float32",
+    grad_return_dtype: options.GradReturnDtype = "by_link",
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,
     mask: options.MaskText = None,

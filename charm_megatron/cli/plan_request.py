@@ -35,7 +35,7 @@ class PlanRequest:
     prefetch_depth: int | None = None
     fuse: bool | None = None
     out_return_dtype: str = "model"
-    grad_return_dtype: str = "float32"
+    grad_return_dtype: str = "by_link"
 
     def complete(self, schedules: Sequence[str]) -> "PlanSettings":
         """With all that is not given: from the first file among `schedules`, or by default.

@@ -140,5 +140,6 @@ def buffer_bytes(buffer: Buffer, wire: WireFormat) -> int:
     """The size of one buffer."""
     chunks = wire.problem.sharding.chunks
     tokens = sum(chunks[piece.chunk].length for piece in buffer.pieces)
-    token_bytes = wire.accumulator_token_bytes if buffer.is_accumulator else wire.token_bytes
-    return tokens * token_bytes(buffer.payload)
+    if buffer.is_accumulator:
+        return tokens * wire.accumulator_token_bytes(buffer.payload)
+    return tokens * wire.token_bytes(buffer.payload, crosses=buffer.crosses)

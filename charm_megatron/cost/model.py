@@ -51,6 +51,9 @@ class CostModel:
 
     def message_s(self, message: Message, wire: WireFormat, *, crosses: bool) -> float:
         """Time of a message alone on its link."""
-        num_bytes = sum(wire.piece_bytes(PAYLOADS[piece.payload], piece.chunk) for piece in message.pieces)
+        num_bytes = sum(
+            wire.piece_bytes(PAYLOADS[piece.payload], piece.chunk, crosses=crosses)
+            for piece in message.pieces
+        )
         link = self.across if crosses else self.inside
         return link.latency_s + num_bytes / link.bytes_per_s

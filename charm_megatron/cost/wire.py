@@ -13,6 +13,9 @@ from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
 
+BY_LINK = "by_link"
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """Sizes of pieces as they travel.
@@ -25,6 +28,7 @@ class WireFormat:
     problem: Problem
     out_return_dtype: str
     grad_return_dtype: str
+    grad_return_dtype_across: str
 
     def __post_init__(self) -> None:
         workload, problem = self.workload, self.problem
@@ -56,23 +60,28 @@ class WireFormat:
         """Values of one row."""
         return sum(self.workload.width(name) for name in payload.widths)
 
-    def value_dtype(self, payload: Payload) -> str:
-        """Dtype of the values on the wire."""
+    def value_dtype(self, payload: Payload, *, crosses: bool) -> str:
+        """Dtype of the values on the wire, inside a domain or across domains."""
         roles = {
             "model": self.workload.dtype,
             "out_return": self.out_return_dtype,
-            "grad_return": self.grad_return_dtype,
+            "grad_return": self.grad_return_dtype_across if crosses else self.grad_return_dtype,
         }
         return roles[payload.dtype_role]
 
-    def wide(self, pass_: Pass) -> frozenset[str]:
-        """The results of a pass, by payload, that travel in the accumulate dtype."""
+    def wide(self, pass_: Pass) -> frozenset[tuple[str, bool]]:
+        """The results of a pass, (payload, whether across domains), that travel in the accumulate dtype."""
         dtype = self.workload.accumulate_dtype
-        return frozenset(payload.name for payload in pass_.results if self.value_dtype(payload) == dtype)
+        return frozenset(
+            (payload.name, crosses)
+            for payload in pass_.results
+            for crosses in (False, True)
+            if self.value_dtype(payload, crosses=crosses) == dtype
+        )
 
-    def token_bytes(self, payload: Payload) -> int:
+    def token_bytes(self, payload: Payload, *, crosses: bool) -> int:
         """Bytes of one token of a piece on the wire."""
-        return self._token_bytes(payload, self.value_dtype(payload))
+        return self._token_bytes(payload, self.value_dtype(payload, crosses=crosses))
 
     def accumulator_token_bytes(self, payload: Payload) -> int:
         """Bytes of one token of a result while it is added up."""
@@ -83,9 +92,9 @@ class WireFormat:
         stats = payload.num_stats * ITEMSIZE_BYTES[self.workload.accumulate_dtype]
         return self.workload.batch * self.heads(payload) * (values + stats)
 
-    def piece_bytes(self, payload: Payload, chunk: int) -> int:
+    def piece_bytes(self, payload: Payload, chunk: int, *, crosses: bool) -> int:
         """Bytes of one piece on the wire."""
-        return self.problem.sharding.chunks[chunk].length * self.token_bytes(payload)
+        return self.problem.sharding.chunks[chunk].length * self.token_bytes(payload, crosses=crosses)
 
 
 def make_wire_format(
@@ -93,13 +102,17 @@ def make_wire_format(
     problem: Problem,
     *,
     out_return_dtype: str = "model",
-    grad_return_dtype: str = "float32",
+    grad_return_dtype: str = BY_LINK,
 ) -> WireFormat:
-    """`out_return_dtype` and `grad_return_dtype` are "model" or "float32"; a float64 model always returns float64."""
+    """`out_return_dtype` is "model" or "float32", `grad_return_dtype` may also be "by_link".
+
+    That is float32 inside a domain and the model's dtype across. A float64 model always returns float64.
+    """
     accumulate = workload.accumulate_dtype
     out_dtype = workload.dtype if out_return_dtype == "model" else accumulate
-    grad_dtype = workload.dtype if grad_return_dtype == "model" else accumulate
-    return WireFormat(workload, problem, out_dtype, grad_dtype)
+    inside = workload.dtype if grad_return_dtype == "model" else accumulate
+    across = accumulate if grad_return_dtype == "float32" else workload.dtype
+    return WireFormat(workload, problem, out_dtype, inside, across)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +137,12 @@ def hop_bytes(schedule: Schedule, wire: WireFormat) -> IntArray:
     """Bytes of each hop."""
     hops, problem, payloads = schedule.hops, schedule.problem, schedule.pass_.payloads
     sizes = np.zeros(len(hops.piece), dtype=np.int64)
+    domain = np.asarray(problem.domains.domain_of)
     for number, payload in enumerate(payloads):
-        rows = hops.payload == number
-        chunks = problem.numbering(payload.side).chunk(hops.piece[rows])
-        sizes[rows] = problem.lengths[chunks] * wire.token_bytes(payload)
+        for crosses in (False, True):
+            rows = (hops.payload == number) & ((domain[hops.src] != domain[hops.dst]) == crosses)
+            chunks = problem.numbering(payload.side).chunk(hops.piece[rows])
+            sizes[rows] = problem.lengths[chunks] * wire.token_bytes(payload, crosses=crosses)
     return sizes
 
 

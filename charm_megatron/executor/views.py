@@ -208,7 +208,7 @@ class ViewTable:
         buffer = self.storage.buffers[number]
         if buffer.is_accumulator:
             return self._stat_dtype
-        return _dtype(self.wire.value_dtype(buffer.payload))
+        return _dtype(self.wire.value_dtype(buffer.payload, crosses=buffer.crosses))
 
     @property
     def _stat_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ A program that the checker refuses may fail here with an `AssertionError` or `Ke
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -37,13 +37,15 @@ class Buffer:
 
     An accumulator holds results while they are added up, in the accumulate dtype; other buffers hold pieces as they
     travel. `is_home`: the rank's own tensors, which lie where the caller or the executor has put them, a tensor for
-    each field; every other buffer is a stretch of the memory that a run takes.
+    each field; every other buffer is a stretch of the memory that a run takes. `crosses`: its results travel across
+    domains, in which they may have another dtype than inside.
     """
 
     payload: Payload
     pieces: tuple[Piece, ...]
     is_accumulator: bool
     is_home: bool
+    crosses: bool
     first: int
     last: int
 
@@ -161,23 +163,30 @@ class Storage:
 
 
 def plan_storage(
-    program: Program, pass_: Pass, problem: Problem, rank: int, wide: Container[str] = ()
+    program: Program, pass_: Pass, problem: Problem, rank: int, wide: Container[tuple[str, bool]] = ()
 ) -> Storage:
-    """Resolves the program of one rank. `wide`: results, by payload, that travel in the accumulate dtype."""
+    """Resolves the program of one rank.
+
+    `wide`: results, (payload, whether across domains), that travel in the accumulate dtype.
+    """
     return _Walk(pass_, problem, rank, wide, _added_once(program, pass_)).run(program)
 
 
-def _added_once(program: Program, pass_: Pass) -> set[tuple[int, Piece]]:
-    """Results to which only one action adds before they are freed, whole: (the number of that action, result)."""
-    found = set()
+def _added_once(program: Program, pass_: Pass) -> dict[tuple[int, Piece], int]:
+    """Results to which only one action adds before they leave, whole: (the number of that action, result) -> peer."""
+    found = {}
     adders: dict[Piece, list[int]] = defaultdict(list)
+    peers: dict[Piece, int] = {}
     for at, action in enumerate(program):
         for piece in writes(action, pass_):
             adders[piece].append(at)
-        if isinstance(action, Free):
-            match adders.pop(action.piece, []):
-                case [one] if not _leaves_rows_out(program[one]):
-                    found.add((one, action.piece))
+        match action:
+            case Post(_, sends):
+                peers.update((piece, message.peer) for message in sends for piece in message.pieces)
+            case Free(piece):
+                one, *others = adders.pop(piece, [-1])
+                if one >= 0 and not others and piece in peers and not _leaves_rows_out(program[one]):
+                    found[one, piece] = peers[piece]
     return found
 
 
@@ -210,8 +219,8 @@ class _Walk:
     pass_: Pass
     problem: Problem
     rank: int
-    wide: Container[str]
-    added_once: Container[tuple[int, Piece]]
+    wide: Container[tuple[str, bool]]
+    added_once: Mapping[tuple[int, Piece], int]
     at: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     num_held: list[int] = field(default_factory=list)  # pieces of each buffer that are not freed yet
@@ -251,10 +260,26 @@ class _Walk:
 
     # ------------------------------------------------------------------ buffers
 
-    def _take(self, pieces: Sequence[Piece], *, is_accumulator: bool = False, is_home: bool = False) -> int:
+    def _take(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        is_accumulator: bool = False,
+        is_home: bool = False,
+        crosses: bool = False,
+    ) -> int:
+        payload = PAYLOADS[pieces[0].payload]
         return self._append(
-            Buffer(PAYLOADS[pieces[0].payload], tuple(pieces), is_accumulator, is_home, self.at, self.at)
+            Buffer(payload, tuple(pieces), is_accumulator, is_home, crosses, self.at, self.at)
         )
+
+    def _travelling(self, message: Message) -> int:
+        """A buffer for a message."""
+        return self._take(message.pieces, crosses=self._crosses(message.peer, message.pieces[0]))
+
+    def _crosses(self, peer: int, piece: Piece) -> bool:
+        """Whether it travels as what crosses domains does: operands are the same everywhere."""
+        return PAYLOADS[piece.payload].is_result and self.problem.domains.crosses(self.rank, peer)
 
     def _append(self, buffer: Buffer) -> int:
         self.buffers.append(buffer)
@@ -296,7 +321,7 @@ class _Walk:
     def _post(self, post: Post) -> PostStep:
         assert post.key not in self.open, f"post {post.key} is still under way"
         sends = tuple(self._send(message) for message in post.sends)
-        recvs = tuple(Receive(peer, self._take(pieces)) for peer, pieces in post.recvs)
+        recvs = tuple(Receive(message.peer, self._travelling(message)) for message in post.recvs)
         packed = [send.buffer for send in sends if isinstance(send, SendPacked)]
         sources = [
             at for send in sends for at in ([send.source] if isinstance(send, SendInPlace) else send.sources)
@@ -311,10 +336,12 @@ class _Walk:
         first, *others = sources
         source = self.buffers[first.buffer]
         is_whole = first.stop - first.start == len(source.pieces)
-        as_it_travels = not source.is_accumulator or payload.name in self.wide
+        crosses = self._crosses(message.peer, message.pieces[0])
+        is_wide = (payload.name, crosses) in self.wide
+        as_it_travels = is_wide if source.is_accumulator else source.crosses == crosses
         if not others and as_it_travels and (is_whole or not payload.num_stats):
             return SendInPlace(message.peer, first)
-        return SendPacked(message.peer, self._take(message.pieces), sources)
+        return SendPacked(message.peer, self._travelling(message), sources)
 
     def _as_travelling(self, at: Range) -> Range:
         """A range of own operands, where they lie as they travel."""
@@ -372,8 +399,11 @@ class _Walk:
         missing = [p for p in pieces if self.problem.resident(p, self.rank) not in self.places]
         if missing:
             # What nothing more is added to lies as it travels from the start.
-            is_added_up = any((self.at, piece) not in self.added_once for piece in missing)
-            self._put(self._take(missing, is_accumulator=is_added_up), is_fresh=True)
+            peers = {self.added_once.get((self.at, piece), self.rank) for piece in missing}
+            links = {None if peer == self.rank else self._crosses(peer, missing[0]) for peer in peers}
+            link = links.pop() if len(links) == 1 else None
+            taken = self._take(missing, is_accumulator=link is None, crosses=bool(link))
+            self._put(taken, is_fresh=True)
         found = tuple(self._ranges(pieces))
         for piece in pieces:
             self._place(piece).is_fresh = False

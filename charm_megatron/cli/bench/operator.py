@@ -44,7 +44,7 @@ def operator_command(
         bool, option(f"{options.FUSE_HELP} NCCL needs --fuse.", SCHEDULE, options.FUSE_FLAGS)
     ] = False,
     out_return_dtype: options.OutReturnDtype = "model",
-    grad_return_dtype: options.GradReturnDtype = "float32",
+    grad_return_dtype: options.GradReturnDtype = "by_link",
     profile: Annotated[
         str | None,
         option("Shaped network, by name or YAML file; needs root. Loopback if not given.", GROUP),
