@@ -52,13 +52,13 @@ class ScheduleVariant:
         )
 
     def __str__(self) -> str:
-        widths = {"model": "narrow", "float32": "wide"}
+        widths = {"model": "narrow", "float32": "wide", "by_link": "narrow across"}
         return f"{self.schedule}, {widths[self.out_return_dtype]} out, {widths[self.grad_return_dtype]} gradients"
 
 
 def variants_of(schedules: Sequence[str]) -> tuple[ScheduleVariant, ...]:
-    """Each schedule with all results narrow, with gradients wide, and with all wide."""
-    dtypes = (("model", "model"), ("model", "float32"), ("float32", "float32"))
+    """Each schedule with all results narrow, with gradients wide inside domains, with them wide, and with all wide."""
+    dtypes = (("model", "model"), ("model", "by_link"), ("model", "float32"), ("float32", "float32"))
     return tuple(ScheduleVariant(name, *pair) for name in schedules for pair in dtypes)
 
 

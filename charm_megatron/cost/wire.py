@@ -12,7 +12,6 @@ from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
-
 BY_LINK = "by_link"
 
 

@@ -13,6 +13,7 @@ from charm_megatron.errors import TopologyError, quoted
 from charm_megatron.topology.sysfs import pci_address
 
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
+CAPABILITIES = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 ADDRESSES = ("nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader")
 
 LINKS = ("X", "SYS", "NODE", "PHB", "PXB", "PIX")
@@ -45,6 +46,12 @@ class GpuTopology:
             joined = [island for island in islands if island & linked]
             islands = [island for island in islands if not island & linked] + [linked.union(*joined)]
         return tuple(sorted(tuple(sorted(island)) for island in islands))
+
+
+def least_capability(text: str) -> float | None:
+    """The least compute capability that `CAPABILITIES` prints, such as 9.0; None where it prints none."""
+    found = [float(line) for line in text.splitlines() if re.fullmatch(r"[0-9]{1,3}\.[0-9]", line.strip())]
+    return min(found, default=None)
 
 
 def parse_topology(text: str) -> GpuTopology:

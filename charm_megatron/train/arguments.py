@@ -15,12 +15,17 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from charm_megatron.config import MegatronValue
-from charm_megatron.errors import ConfigError, InvalidInput
+from charm_megatron.errors import ConfigError, InvalidInput, nearest, quoted
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.processes.failure import reason
 from charm_megatron.train.flags import CPU_NEEDS, DEFAULTS, OWNED
 
 Flags = Mapping[str, MegatronValue]
+
+TE = "transformer_engine"
+"""Megatron's default for `transformer_impl`."""
+TE_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p")
+"""Context parallelism of Transformer Engine's own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,18 +71,24 @@ def effective_flags(written: Flags, cuda: bool) -> dict[str, MegatronValue]:
     for name, value in DEFAULTS.items():
         flags.setdefault(name, value)
     if flags.get("context_parallel_size", 1) != 1:
-        _require_our_attention(flags.setdefault("cp_comm_type", CP_COMM_TYPE))
+        has_te = cuda and flags.get("transformer_impl", TE) == TE
+        _require_known_types(flags.setdefault("cp_comm_type", CP_COMM_TYPE), has_te)
     return flags
 
 
-def _require_our_attention(cp_comm_type: MegatronValue) -> None:
+def _require_known_types(cp_comm_type: MegatronValue, has_te: bool) -> None:
+    """Transformer Engine's own may be named where its layers are used: to race them."""
     layers = cp_comm_type if isinstance(cp_comm_type, list) else [cp_comm_type]
     for value in layers:
-        if value != CP_COMM_TYPE:
+        if value == CP_COMM_TYPE or (has_te and value in TE_COMM_TYPES):
+            continue
+        if value in TE_COMM_TYPES:
             raise ConfigError(
                 f"megatron.cp_comm_type {value!r} needs Transformer Engine; without it every layer must have "
                 f"{CP_COMM_TYPE!r}, and charm.schedule chooses the algorithm"
             )
+        known = (CP_COMM_TYPE, *TE_COMM_TYPES)
+        raise ConfigError(f"megatron.cp_comm_type {quoted(value)} is unknown{nearest(str(value), known)}")
 
 
 def to_argv(flags: Flags, parser: argparse.ArgumentParser) -> list[str]:

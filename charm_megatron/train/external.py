@@ -18,7 +18,7 @@ from charm_megatron.processes.orphans import end_forks_with_this_process
 from charm_megatron.topology.from_launcher import ranks_of_hosts
 from charm_megatron.train.checks import check_job, check_quickly, require_more_to_do
 from charm_megatron.train.data import TextFolder
-from charm_megatron.train.launch import keep_nccl_traces
+from charm_megatron.train.gpu_environment import compute_capability, keep_nccl_traces, set_cuda_connections
 from charm_megatron.train.pretrain import Summary, summarize
 from charm_megatron.train.rank_job import RankJob
 from charm_megatron.train.run_folder import RunFolder
@@ -69,6 +69,7 @@ def run_as_rank(
 
         end_forks_with_this_process()
         keep_nccl_traces(folder, os.environ)
+        set_cuda_connections(config, os.environ, compute_capability)
         with job_heartbeats(environment, config.charm.deadline_s):
             run_rank(RankJob(config, folder, facts.argv), _ignore)
         return summarize(folder, config) if rank == world_size - 1 else None

@@ -7,19 +7,18 @@ on it or on the server touches CUDA.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from charm_megatron.config import RunConfig
 from charm_megatron.errors import LaunchError
 from charm_megatron.processes.environment import RankPlacement, threads_per_rank
 from charm_megatron.processes.follow import RankProcess, run_to_end
 from charm_megatron.processes.ports import free_port
 from charm_megatron.processes.server import ForkServer
 from charm_megatron.processes.start import Report, start_rank
+from charm_megatron.train.gpu_environment import compute_capability, keep_nccl_traces, set_cuda_connections
 from charm_megatron.train.rank_job import RankJob, RunEvent
-from charm_megatron.train.run_folder import RunFolder
 
 SERVER = ForkServer("charm_megatron.train.preload", "Megatron")
 
@@ -45,7 +44,7 @@ def run_ranks(job: RankJob, num_ranks: int, on_event: Callable[[RunEvent], None]
 def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threads: int) -> None:
     """What a rank's process does: runs the job, and reports events."""
     os.environ.update(variables)
-    set_cuda_connections(job.config, os.environ)
+    set_cuda_connections(job.config, os.environ, compute_capability)
     keep_nccl_traces(job.folder, os.environ)
     # Here, since the launcher, which imports this module, does without torch.
     import torch
@@ -55,35 +54,6 @@ def rank_main(report: Report, job: RankJob, variables: dict[str, str], num_threa
     # The server has imported torch already, so that OMP_NUM_THREADS would come too late.
     torch.set_num_threads(num_threads)
     run_rank(job, lambda kind, row: report(RunEvent(kind, row)))
-
-
-NCCL_TRACE_OPERATIONS = 2000
-
-FSDP = frozenset({"use_megatron_fsdp", "use_torch_fsdp2"})
-
-
-def set_cuda_connections(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """One hardware queue, which Megatron demands for tensor and context parallelism on GPUs before Blackwell.
-
-    It refuses the same with sharded parameters, which are therefore left alone, as is what the user has set.
-    """
-    asked = {name.replace("-", "_") for name, value in config.megatron.items() if value}
-    if not asked & FSDP:
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def keep_nccl_traces(folder: RunFolder, environment: MutableMapping[str, str]) -> None:
-    """Has NCCL's process groups write their last operations into the run folder when one times out.
-
-    That is torch's own flight recorder, `nccl_trace_rank_<rank>`; `torchfrtrace` reads it. Names since torch 2.9, and
-    those before; what the user has set is left alone.
-    """
-    prefix = str(folder.path / "nccl_trace_rank_")
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        environment.setdefault(name, prefix)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        environment.setdefault(name, str(NCCL_TRACE_OPERATIONS))
-    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def call_in_server(function: Callable[..., Any], *args: Any) -> Any:

@@ -25,9 +25,10 @@ fi
 
 # Starts a script of scripts/torchrun once a node. SLURM_NODEID is known only on the node. --export=ALL also where the
 # job was submitted with less, since srun would pass on no more than that. --kill-on-bad-exit: ranks of the other nodes
-# would wait for the dead until their timeout. In the background, srun itself must be $!: hence exec.
+# would wait for the dead until their timeout. --cpus-per-task: a step has one core a task if not told otherwise, and one
+# task has all ranks of a node. In the background, srun itself must be $!: hence exec.
 run_ranks() {
   # shellcheck disable=SC2016
-  exec srun --export=ALL --kill-on-bad-exit=1 "${container[@]}" \
+  exec srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "${container[@]}" \
     bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"' "$@"
 }

@@ -7,6 +7,7 @@
 #   MASTER_PORT     a free port there
 #   PYTHON          .venv/bin/python, as scripts/setup makes it, if not set
 #   RENDEZVOUS_TIMEOUT_S  how long nodes wait for each other; 300 if not set
+#   NUMA_BINDING    which cores a rank runs on, with GPUs: node, socket, exclusive or core-complex; node if not set
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 fail() {
@@ -25,9 +26,6 @@ check_node() {
 }
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# Megatron wants compute and communication queued in the order of their launches on GPUs before Blackwell; with more
-# hardware queues, a transfer posted first may start after the attention that was to hide it.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # NCCL says nothing by default, also where it falls back from InfiniBand to sockets.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # torch starts as many threads a rank as there are cores; ranks that share a node would fight for them.
@@ -41,3 +39,7 @@ torchrun=("$python" -m torch.distributed.run
   --nnodes="$num_nodes" --node-rank="${NODE_RANK:-0}"
   --rdzv-backend=static --master-addr="${MASTER_ADDR:-127.0.0.1}" --master-port="${MASTER_PORT:-29500}"
   --rdzv-conf=timeout="${RENDEZVOUS_TIMEOUT_S:-300}" --max-restarts=0)
+# Ranks run on the cores near their GPUs.
+if nvidia-smi -L >/dev/null 2>&1; then
+  torchrun+=(--numa-binding="${NUMA_BINDING:-node}")
+fi

@@ -37,7 +37,7 @@ causal_and_full = pytest.mark.parametrize("causal", [True, False], ids=["causal"
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one block, and its results in float64 by autograd: out, lse, delta, dq, dk, dv."""
+    """Inputs of one block, and its results in float64 by autograd: out, lse, dq, dk, dv."""
 
     q: Tensor
     k: Tensor
@@ -45,7 +45,6 @@ class Case:
     dout: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -56,10 +55,9 @@ class Case:
         return self.q, self.k, self.v
 
     @property
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Gives lse and delta in the dtype in which a backward wants them."""
-        wide = accumulate_dtype(self.q.dtype)
-        return self.lse.to(wide), self.delta.to(wide)
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Gives out and lse in the dtypes in which a backward wants them."""
+        return self.out.to(self.q.dtype), self.lse.to(accumulate_dtype(self.q.dtype))
 
 
 def make_case(
@@ -90,8 +88,7 @@ def make_case(
     out, lse = attention_written_out(*leaves, causal)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
     out, lse = out.detach(), lse.detach()
-    delta = (dout.double() * out).sum(-1)
-    return Case(q, k, v, dout, out, lse, delta, dq, dk, dv, causal)
+    return Case(q, k, v, dout, out, lse, dq, dk, dv, causal)
 
 
 def attention_written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -123,7 +120,7 @@ def assert_right(kernel: BlockKernel, case: Case, place: Callable[[Tensor], Tens
     out, lse = kernel.forward(q, k, v, causal=case.causal, softmax_scale=SCALE)
     assert (out.dtype, lse.dtype) == (dtype, accumulate_dtype(dtype))
     gradients = kernel.backward(
-        dout, q, k, v, *(place(x) for x in case.statistics), causal=case.causal, softmax_scale=SCALE
+        dout, q, k, v, *(place(x) for x in case.results), causal=case.causal, softmax_scale=SCALE
     )
     assert {x.dtype for x in gradients} == {kernel.grad_dtype(dtype)}
     expected = {"out": case.out, "lse": case.lse, "dq": case.dq, "dk": case.dk, "dv": case.dv}
@@ -226,15 +223,15 @@ def test_gradients_of_blocks_under_global_statistics_add_up(kernel: BlockKernel,
     case = make_case(s_q=40, s_k=40, group=2, d_v=24, dtype=dtype, causal=True)
     early, late = slice(0, 20), slice(20, 40)
     dq, dk, dv = (torch.zeros_like(x) for x in (case.dq, case.dk, case.dv))
-    lse, delta = case.statistics
+    out, lse = case.results
     for rows, columns, causal in [(early, early, True), (late, early, False), (late, late, True)]:
         block = kernel.backward(
             case.dout[rows],
             case.q[rows],
             case.k[columns],
             case.v[columns],
+            out[rows],
             lse[rows],
-            delta[rows],
             causal=causal,
             softmax_scale=SCALE,
         )
@@ -248,10 +245,8 @@ def test_gradients_of_blocks_under_global_statistics_add_up(kernel: BlockKernel,
 @pytest.mark.parametrize("size", [1e-30, 1e30], ids=["tiny", "huge"])
 def test_gradients_scale_with_dout_where_its_squares_leave_float32(kernel: BlockKernel, size: float) -> None:
     case = make_case(dtype=torch.float32, causal=True)
-    lse, delta = case.statistics
-    gradients = kernel.backward(
-        case.dout * size, *case.inputs, lse, delta * size, causal=True, softmax_scale=SCALE
-    )
+    out, lse = case.results
+    gradients = kernel.backward(case.dout * size, *case.inputs, out, lse, causal=True, softmax_scale=SCALE)
     for actual, expected in zip(gradients, (case.dq, case.dk, case.dv), strict=True):
         assert relative_error(actual.double() / size, expected) < 1e-5
 
@@ -259,13 +254,13 @@ def test_gradients_scale_with_dout_where_its_squares_leave_float32(kernel: Block
 @every_cpu_kernel
 def test_rows_without_gradient_contribute_nothing(kernel: BlockKernel) -> None:
     case = make_case()
-    lse, delta = case.statistics
+    out, lse = case.results
     keep = (torch.arange(33) % 2 == 0).to(case.dout.dtype).view(-1, 1, 1)
     every_row = kernel.backward(
-        case.dout * keep.unsqueeze(-1), *case.inputs, lse, delta * keep, causal=False, softmax_scale=SCALE
+        case.dout * keep.unsqueeze(-1), *case.inputs, out, lse, causal=False, softmax_scale=SCALE
     )
     kept_rows = kernel.backward(
-        case.dout[::2], case.q[::2], case.k, case.v, lse[::2], delta[::2], causal=False, softmax_scale=SCALE
+        case.dout[::2], case.q[::2], case.k, case.v, out[::2], lse[::2], causal=False, softmax_scale=SCALE
     )
     assert not every_row[0][1::2].any()
     assert relative_error(every_row[1], kept_rows[1]) < 1e-12
@@ -276,9 +271,8 @@ def test_rows_without_gradient_contribute_nothing(kernel: BlockKernel) -> None:
 def test_logits_of_hundreds_keep_lse_and_gradients_finite(kernel: BlockKernel) -> None:
     case = make_case(dtype=torch.float32)
     out, lse = kernel.forward(case.q * 100, case.k, case.v, causal=False, softmax_scale=SCALE)
-    delta = (case.dout * out).sum(-1)
     gradients = kernel.backward(
-        case.dout, case.q * 100, case.k, case.v, lse, delta, causal=False, softmax_scale=SCALE
+        case.dout, case.q * 100, case.k, case.v, out, lse, causal=False, softmax_scale=SCALE
     )
     assert lse.abs().max() > 100
     assert all(x.isfinite().all() for x in (out, lse, *gradients))
@@ -287,12 +281,12 @@ def test_logits_of_hundreds_keep_lse_and_gradients_finite(kernel: BlockKernel) -
 @every_cpu_kernel
 def test_results_repeat_bit_for_bit(kernel: BlockKernel) -> None:
     case = make_case(s_q=300, s_k=300, group=2, dtype=torch.float32, causal=True)
-    lse, delta = case.statistics
+    out, lse = case.results
 
     def run() -> list[Tensor]:
         return [
             *kernel.forward(*case.inputs, causal=True, softmax_scale=SCALE),
-            *kernel.backward(case.dout, *case.inputs, lse, delta, causal=True, softmax_scale=SCALE),
+            *kernel.backward(case.dout, *case.inputs, out, lse, causal=True, softmax_scale=SCALE),
         ]
 
     assert all(torch.equal(first, second) for first, second in zip(run(), run(), strict=True))
@@ -317,7 +311,7 @@ def test_cuda_operators_accept_our_arguments_and_give_the_promised_shapes(
     out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=SCALE)
     assert (out.shape, out.dtype) == ((32, 2, 8, d_v), dtype)
     assert (lse.shape, lse.dtype) == ((32, 2, 8), torch.float32)
-    gradients = kernel.backward(out, q, k, v, lse, lse, causal=causal, softmax_scale=SCALE)
+    gradients = kernel.backward(out, q, k, v, out, lse, causal=causal, softmax_scale=SCALE)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 

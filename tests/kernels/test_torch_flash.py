@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from charm_megatron.kernels import accumulate_dtype
-from charm_megatron.kernels.torch_flash import aligned, stand_in_out
+from charm_megatron.kernels.elementwise import stand_in_out
+from charm_megatron.kernels.torch_flash import aligned
 
 pytestmark = pytest.mark.torch
 

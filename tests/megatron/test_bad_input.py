@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from charm_megatron.cli.main import app
 from charm_megatron.config import load_run_config, parse_run_config
-from charm_megatron.train.launch import set_cuda_connections
+from charm_megatron.topology.nvidia_smi import least_capability
+from charm_megatron.train.gpu_environment import set_cuda_connections
 from charm_megatron.train.run_folder import RunFolder
 from tests.checkpoints import save_checkpoint
 from tests.megatron.small_run import BASE
@@ -79,12 +80,27 @@ def test_a_mapping_that_megatron_cannot_make_is_said_ahead(config: Path) -> None
     )
 
 
-def test_sharded_parameters_keep_all_queues_of_a_device() -> None:
+@pytest.mark.parametrize(
+    ("flags", "capability", "wanted"),
+    [
+        ({"context_parallel_size": 2}, 9.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({"tensor-model-parallel-size": 2}, None, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({"context_parallel_size": 2}, 10.0, {}),
+        ({"context_parallel_size": 2, "use-megatron-fsdp": True}, 9.0, {}),
+        ({}, 9.0, {}),
+    ],
+)
+def test_a_device_has_one_queue_only_where_megatron_demands_it(
+    flags: dict[str, object], capability: float | None, wanted: dict[str, str]
+) -> None:
     environment: dict[str, str] = {}
-    set_cuda_connections(parse_run_config({"megatron": {"use-megatron-fsdp": True}}, "test"), environment)
-    assert environment == {}
-    set_cuda_connections(parse_run_config({}, "test"), environment)
-    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    set_cuda_connections(parse_run_config({"megatron": flags}, "test"), environment, lambda: capability)
+    assert environment == wanted
+
+
+def test_the_least_compute_capability_counts() -> None:
+    assert least_capability("9.0\n8.6\n") == 8.6
+    assert least_capability("NVIDIA-SMI has failed") is None
 
 
 def test_text_too_short_for_a_sequence_leaves_no_folder(config: Path) -> None:

@@ -83,5 +83,13 @@ def test_flags_that_a_run_sets_itself_must_be_left_out(name: str) -> None:
 def test_our_attention_is_chosen_where_the_sequence_is_split() -> None:
     assert effective_flags({"context_parallel_size": 2}, cuda=True)["cp_comm_type"] == "charm"
     assert "cp_comm_type" not in effective_flags({"context_parallel_size": 1}, cuda=True)
-    with pytest.raises(ConfigError, match="cp_comm_type 'p2p' needs Transformer Engine"):
-        effective_flags({"context_parallel_size": 2, "cp_comm_type": ["charm", "p2p"]}, cuda=True)
+
+
+def test_types_of_transformer_engine_may_be_named_where_its_layers_are_used() -> None:
+    flags = {"context_parallel_size": 2, "cp_comm_type": ["charm", "p2p"]}
+    assert effective_flags(flags, cuda=True)["cp_comm_type"] == ["charm", "p2p"]
+    for cuda, more in ((True, {"transformer_impl": "local"}), (False, {})):
+        with pytest.raises(ConfigError, match="cp_comm_type 'p2p' needs Transformer Engine"):
+            effective_flags({**flags, **more}, cuda=cuda)
+    with pytest.raises(ConfigError, match="cp_comm_type 'p2' is unknown; did you mean 'p2p'"):
+        effective_flags({**flags, "cp_comm_type": "p2"}, cuda=True)
