@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from charm_megatron.compile import Plan, compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.buffers import peak_buffers
+from charm_megatron.cost.model import CostModel, Link
+from charm_megatron.cost.nccl import evaluate_on
 from charm_megatron.executor.attention import AttentionCall, ForwardResult, Phases, attention_call
 from charm_megatron.executor.loopback import LoopbackNetwork, run_together
 from charm_megatron.executor.memory import Memory
@@ -26,6 +28,7 @@ from charm_megatron.executor.steps import Attending
 from charm_megatron.executor.transport import Transfer
 from charm_megatron.kernels.elementwise import Merged
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
+from charm_megatron.schedule.queues import Queues
 from charm_megatron.topology import Domains
 from charm_megatron.workload import CAUSAL, Band, Workload
 
@@ -35,6 +38,8 @@ MODELS = MappingProxyType(
         "gpt_8b_32k": Workload(1, 32768, 32, 8, 128, 128, "bfloat16", CAUSAL),
     }
 )
+RATES = CostModel(400e12, Link(350e9, 8e-6), Link(42e9, 15e-6))
+"""Of an H100: attention, NVLink, and a network card of 400 Gbit/s."""
 NUM_ROUNDS = 5
 """Of timed runs; the best counts."""
 TOKENS_PER_RANK = 2
@@ -47,7 +52,7 @@ class HostRow:
 
     `launches_per_attend`: of the most expensive Attend, with all that adds up its results. `elementwise_bytes`: read
     and written by everything but attention itself, one layer. `host_us_per_action`: the median, with no work to do;
-    `host_us`: all actions together. `buffers_fp32_units`: in shards of q in float32.
+    `host_us`: all actions together. `nccl_ms`: modelled on two communicators, at `RATES`. `buffers_fp32_units`: in shards of q in float32.
     """
 
     model: str
@@ -58,6 +63,7 @@ class HostRow:
     elementwise_bytes: int
     host_us_per_action: float
     host_us: float
+    nccl_ms: float
     buffers_fp32_units: float
 
 
@@ -78,6 +84,11 @@ def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domai
                     count.elementwise_bytes,
                     statistics.median(per_action) * 1e6,
                     sum(per_action) * 1e6,
+                    sum(
+                        evaluate_on(phase, plan.wire, RATES, Queues(2)).makespan_s
+                        for phase in plan.phases(direction)
+                    )
+                    * 1e3,
                     _buffer_units(plan, direction),
                 )
 

@@ -51,7 +51,7 @@ class TransferSpan:
     @property
     def label(self) -> str:
         """The payload and the chunks of it."""
-        return f"{self.payload.name}{_chunks(self.pieces)}"
+        return f"{self.payload.name}{chunks_text(self.pieces)}"
 
 
 Span = AttendSpan | TransferSpan
@@ -142,7 +142,7 @@ class _Clockwork:
                     state.now_s = max(state.now_s, state.end_s[key])
                 case Attend():
                     took_s = self.cost.attend_s(action, self.wire, self.schedule.pass_)
-                    label = f"{_chunks(action.q)}·{_chunks(action.kv)}"
+                    label = f"{chunks_text(action.q)}·{chunks_text(action.kv)}"
                     self.spans.append(AttendSpan(rank, state.now_s, state.now_s + took_s, label))
                     state.now_s += took_s
                     state.busy_s += took_s
@@ -155,7 +155,7 @@ class _Clockwork:
         state.unfinished[post.key] = len(post.sends) + len(post.recvs)
         state.end_s[post.key] = state.now_s
         for is_send, messages in ((True, post.sends), (False, post.recvs)):
-            for message, nth in _numbered(messages):
+            for message, nth in numbered(messages):
                 src, dst = (rank, message.peer) if is_send else (message.peer, rank)
                 pair = (src, dst, post.key, nth)
                 if pair in self.half_posted:
@@ -190,7 +190,7 @@ class _Clockwork:
             self._advance(rank)
 
 
-def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
+def numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
     """Each message with its number among those with the same peer: they match in this order."""
     seen: dict[int, int] = defaultdict(int)
     for message in messages:
@@ -198,5 +198,6 @@ def _numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
         seen[message.peer] += 1
 
 
-def _chunks(pieces: tuple[Piece, ...]) -> str:
+def chunks_text(pieces: tuple[Piece, ...]) -> str:
+    """As in "0,3": their chunks."""
     return ",".join(str(piece.chunk) for piece in pieces)

@@ -1,7 +1,8 @@
 """Proves a schedule by running every rank's program on names instead of tensors.
 
 The transport is the strictest one: sends are rendezvous, and every rank works through its posts in one
-ordered queue, a whole post at a time. A schedule that ends here ends on any transport that keeps order.
+ordered queue, a whole post at a time; under NCCL in one for each communicator (`schedule.queues`). A schedule that ends
+in a single queue ends on any transport that keeps order.
 
 What is proved: every unmasked block is computed exactly once; every result comes home once, complete;
 nothing is read before it arrived, freed while it is being sent, or added to after it left; sends and
@@ -30,15 +31,14 @@ from charm_megatron.schedule.passes import Pass
 from charm_megatron.schedule.payload import PAYLOADS
 from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.problem import Problem
+from charm_megatron.schedule.queues import ONE_QUEUE, Queues
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.schedule.text import excerpt
 from charm_megatron.show.grid import format_grid
+from charm_megatron.verify.flights import Flight, Value, match
 
 GRID_AROUND = 1
 """Steps and ranks to either side of a fault that its message shows."""
-
-Value = int | None
-"""What a name holds: None for an operand; for a result a bit for each block that has been added to it."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,6 @@ class CheckReport:
 
 
 @dataclass
-class _Flight:
-    """A post on its way: what remains to be matched, and what has come in."""
-
-    post: Post
-    values: dict[Piece, Value]
-    sends: list[Message]
-    recvs: list[Message]
-    arrived: dict[Piece, Value] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        return not self.sends and not self.recvs
-
-
-@dataclass
 class _Rank:
     """The state of one rank."""
 
@@ -74,8 +59,9 @@ class _Rank:
     own: frozenset[Piece]  # the operands of its shard
     home: frozenset[Piece]  # these, and the results of its shard
     position: int = 0
-    queue: list[_Flight] = field(default_factory=list)
-    flights: dict[Key, _Flight] = field(default_factory=dict)
+    queues: defaultdict[int, list[Flight]] = field(default_factory=lambda: defaultdict(list))
+    """By communicator."""
+    flights: dict[Key, Flight] = field(default_factory=dict)
     in_flight: defaultdict[Piece, int] = field(default_factory=lambda: defaultdict(int))
     landing: set[Piece] = field(default_factory=set)
     left: set[Piece] = field(default_factory=set)
@@ -84,11 +70,11 @@ class _Rank:
     peak_pieces: int = 0
 
 
-def check_schedule(schedule: Schedule) -> CheckReport:
+def check_schedule(schedule: Schedule, queues: Queues = ONE_QUEUE) -> CheckReport:
     """Checks all ranks of `schedule`; raises `ScheduleFault` at the first fault, with the grid around it."""
     programs = [schedule.program(rank) for rank in range(schedule.cp_size)]
     try:
-        return check_programs(schedule.name, schedule.problem, schedule.pass_, programs)
+        return check_programs(schedule.name, schedule.problem, schedule.pass_, programs, queues)
     except ScheduleFault as fault:
         if fault.rank is None or fault.step is None:
             raise
@@ -98,19 +84,25 @@ def check_schedule(schedule: Schedule) -> CheckReport:
         raise ScheduleFault(f"{fault}\n\n{grid}", fault.rank, fault.step) from fault
 
 
-def check_programs(name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]) -> CheckReport:
+def check_programs(
+    name: str,
+    problem: Problem,
+    pass_: Pass,
+    programs: Sequence[Program],
+    queues: Queues = ONE_QUEUE,
+) -> CheckReport:
     """Checks programs, one per rank, against the problem that they are to solve.
 
     Raises `ScheduleFault` with rank, action and piece of the first fault and the actions around it.
     """
-    return _Machine(name, problem, pass_, programs).run()
+    return _Machine(name, problem, pass_, programs, queues).run()
 
 
 class _Machine:
-    def __init__(self, name: str, problem: Problem, pass_: Pass, programs: Sequence[Program]):
+    def __init__(self, name: str, problem: Problem, pass_: Pass, programs: Sequence[Program], queues: Queues):
         if len(programs) != problem.cp_size:
             raise ScheduleFault(f"{name}: {len(programs)} programs for {problem.cp_size} ranks")
-        self.name, self.problem, self.pass_ = name, problem, pass_
+        self.name, self.problem, self.pass_, self.queues = name, problem, pass_, queues
         self.ranks = []
         for rank, program in enumerate(programs):
             own, results = (
@@ -159,6 +151,8 @@ class _Machine:
         action: Action = state.program[state.position]
         if isinstance(action, Wait) and not self._may_pass(rank, action.key):
             return False
+        if isinstance(action, Post) and self.queues.is_single and self._queue_of(rank, action):
+            return False  # what cannot begin holds up everything behind it
         for name in reads(action):
             if self.problem.resident(name, rank) not in state.held:
                 self._fault(rank, f"{name} is not here yet")
@@ -191,9 +185,16 @@ class _Machine:
             state.landing.add(name)
         self._count_foreign(state, len(state.landing) - num_landing)
         values = {name: state.held[self.problem.resident(name, rank)] for name in reads(post)}
-        flight = _Flight(post, values, list(post.sends), list(post.recvs))
-        state.queue.append(flight)
+        flight = Flight(post, values, list(post.sends), list(post.recvs))
+        self._queue_of(rank, post).append(flight)
         state.flights[post.key] = flight
+
+    def _queue_of(self, rank: int, post: Post) -> list[Flight]:
+        try:
+            communicator = self.queues.communicator(post, rank, self.problem.domains)
+        except ScheduleFault as fault:
+            self._fault(rank, str(fault))
+        return self.ranks[rank].queues[communicator]
 
     def _check_message(self, rank: int, message: Message) -> None:
         peer, pieces = message
@@ -308,44 +309,36 @@ class _Machine:
     def _transfer(self, rank: int) -> set[int]:
         """Matches what can be matched around `rank`; returns the ranks that may now go on."""
         moved: set[int] = set()
-        todo = {rank}
+        todo = {(rank, communicator) for communicator in self.ranks[rank].queues}
         while todo:
-            current = todo.pop()
-            queue = self.ranks[current].queue
+            current, communicator = todo.pop()
+            queue = self.ranks[current].queues[communicator]
             if not queue:
                 continue
             flight = queue[0]
             for peer in {message.peer for message in (*flight.sends, *flight.recvs)}:
-                other = self.ranks[peer].queue
-                if other and (self._match(current, peer) | self._match(peer, current)):
+                other = self.ranks[peer].queues[communicator]
+                if other and (
+                    self._match((current, flight), (peer, other[0]))
+                    | self._match((peer, other[0]), (current, flight))
+                ):
                     moved |= {current, peer}
-                    todo.add(peer)
+                    todo.add((peer, communicator))
             if flight.is_done:
                 queue.pop(0)
                 moved.add(current)
-                todo.add(current)
+                todo.add((current, communicator))
         return moved
 
-    def _match(self, src: int, dst: int) -> bool:
-        """Moves the messages from `src` to `dst` that both have at the heads of their queues, in their order."""
-        out, into = self.ranks[src].queue[0], self.ranks[dst].queue[0]
-        moved = False
-        sends = [message for message in out.sends if message.peer == dst]
-        recvs = [message for message in into.recvs if message.peer == src]
-        for send, recv in zip(sends, recvs, strict=False):
-            landed = tuple(self._landed(name, src) for name in send.pieces)
-            if landed != recv.pieces:
-                self._fault(src, f"sends {send} where rank {dst} expects {recv}")
-            into.arrived.update(zip(landed, (out.values[name] for name in send.pieces), strict=True))
-            out.sends.remove(send)
-            into.recvs.remove(recv)
-            self._count(src, send)
-            moved = True
-        return moved
-
-    @staticmethod
-    def _landed(name: Piece, src: int) -> Piece:
-        return name._replace(src=src) if PAYLOADS[name.payload].is_result else name
+    def _match(self, source: tuple[int, Flight], target: tuple[int, Flight]) -> bool:
+        (src, out), (dst, into) = source, target
+        try:
+            sent = match(src, out, dst, into)
+        except ScheduleFault as fault:
+            self._fault(src, str(fault))
+        for message in sent:
+            self._count(src, message)
+        return bool(sent)
 
     def _count(self, src: int, message: Message) -> None:
         self.num_messages += 1
@@ -360,17 +353,17 @@ class _Machine:
     # ------------------------------------------------------------------ the end
 
     def _why_stuck(self, rank: int) -> str:
-        queue = self.ranks[rank].queue
-        if not queue:
+        heads = [queue[0] for queue in self.ranks[rank].queues.values() if queue]
+        if not heads:
             return "deadlock"
-        flight = queue[0]
+        flight = heads[0]
         open_ends = [f"send {m}" for m in flight.sends] + [f"recv {m}" for m in flight.recvs]
         return f"deadlock: post {flight.post.key} still has {' | '.join(open_ends)} unmatched"
 
     def _check_end(self) -> None:
         problem = self.problem
         for rank, state in enumerate(self.ranks):
-            if state.queue or state.flights:
+            if any(state.queues.values()) or state.flights:
                 self._fault(rank, "ends with transfers not waited for")
         expected = int(problem.unmasked.sum()) * problem.q_head_groups
         if len(self.done) != expected:
