@@ -48,11 +48,12 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class HostRow:
-    """Of rank 0, but buffers of the rank that needs most.
+    """One pass of one layer on rank 0, but buffers of the rank that needs most.
 
     `launches_per_attend`: of the most expensive Attend, with all that adds up its results. `elementwise_bytes`: read
-    and written by everything but attention itself, one layer. `host_us_per_action`: the median, with no work to do;
-    `host_us`: all actions together. `nccl_ms`: modelled on two communicators, at `RATES`. `buffers_fp32_units`: in shards of q in float32.
+    and written by everything but attention itself. `host_us_per_action`: the median, with no work to do; `host_us`: all
+    actions together. `nccl_ms`: modelled on two communicators, at `RATES`. `buffers_fp32_units`: in shards of q in
+    float32.
     """
 
     model: str

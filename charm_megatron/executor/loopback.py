@@ -1,8 +1,8 @@
 """All ranks of a group in one process: transfers are copies, and every rank's program advances in turn.
 
-For tests, debugging and measuring on a CPU or on one GPU. *Rendezvous* is the strictest transport there is: a
-transfer happens when both ends have posted it, and a rank works through its posts in one ordered queue, a whole
-post at a time. *Buffered* lets a sender go on at once.
+For tests, debugging and measuring on a CPU or on one GPU. *Rendezvous* is the strictest transport there is: a transfer
+happens when both ends have posted it, and a rank works through its posts in one ordered queue, or in one inside domains
+and one across, a whole post at a time. *Buffered* lets a sender go on at once.
 """
 
 import sys
@@ -20,6 +20,7 @@ from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.run import ProgramRun
 from charm_megatron.executor.transport import Transfer
 from charm_megatron.kernels import BlockKernel
+from charm_megatron.topology import Domains
 
 
 @dataclass(eq=False)
@@ -43,11 +44,26 @@ class _Flight:
 
 
 class LoopbackNetwork:
-    """The transfers between the ranks of one process. `watches`: what is sent must not change under way."""
+    """The transfers between the ranks of one process. `watches`: what is sent must not change under way.
 
-    def __init__(self, num_ranks: int, *, is_buffered: bool = False, watches: bool = True):
-        self.is_buffered, self.watches = is_buffered, watches
-        self.queues: list[deque[_Flight]] = [deque() for _ in range(num_ranks)]
+    With `domains` a rank has two queues, for posts inside its domain and across, as on two communicators.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        is_buffered: bool = False,
+        watches: bool = True,
+        domains: Domains | None = None,
+    ):
+        self.is_buffered, self.watches, self.domains = is_buffered, watches, domains
+        self.num_ranks = num_ranks
+        self.queues: dict[tuple[int, bool], deque[_Flight]] = {
+            (rank, crosses): deque()
+            for crosses in ([False] if domains is None else [False, True])
+            for rank in range(num_ranks)
+        }
         self.open: list[list[_Flight]] = [[] for _ in range(num_ranks)]
         self._mail: dict[tuple[int, int], deque[Tensor]] = {}
 
@@ -57,7 +73,7 @@ class LoopbackNetwork:
 
     def post(self, rank: int, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
         for peer, _ in (*sends, *recvs):
-            if not 0 <= peer < len(self.queues) or peer == rank:
+            if not 0 <= peer < self.num_ranks or peer == rank:
                 raise ScheduleFault(f"rank {rank} has no peer {peer}")
         tensors = tuple(x for _, x in (*sends, *recvs))
         if self.is_buffered:
@@ -66,24 +82,32 @@ class LoopbackNetwork:
             sends = ()
         as_posted = [(x, x.clone()) for _, x in sends] if self.watches else []
         flight = _Flight(list(sends), list(recvs), tensors, as_posted)
-        self.queues[rank].append(flight)
+        self.queues[rank, self._crosses(rank, (*sends, *recvs))].append(flight)
         self.open[rank].append(flight)
         return flight
+
+    def _crosses(self, rank: int, transfers: Sequence[Transfer]) -> bool:
+        if self.domains is None:
+            return False
+        crossing = {self.domains.crosses(rank, peer) for peer, _ in transfers}
+        if len(crossing) > 1:
+            raise ScheduleFault(f"a post of rank {rank} has transfers inside its domain and across")
+        return True in crossing
 
     def advance(self) -> bool:
         """Does every transfer that can be done; says whether there was any."""
         moved = False
-        for rank, queue in enumerate(self.queues):
+        for (rank, crosses), queue in self.queues.items():
             if queue:
-                moved |= self._receive_mail(rank) if self.is_buffered else self._meet(rank)
+                moved |= self._receive_mail(queue, rank) if self.is_buffered else self._meet(rank, crosses)
             while queue and queue[0].is_done:
                 queue.popleft()
                 moved = True
         return moved
 
-    def _receive_mail(self, rank: int) -> bool:
+    def _receive_mail(self, queue: "deque[_Flight]", rank: int) -> bool:
         moved = False
-        flight = self.queues[rank][0]
+        flight = queue[0]
         for transfer in list(flight.recvs):
             mail = self._mail.get((transfer[0], rank))
             if mail:
@@ -92,13 +116,13 @@ class LoopbackNetwork:
                 moved = True
         return moved
 
-    def _meet(self, src: int) -> bool:
+    def _meet(self, src: int, crosses: bool) -> bool:
         """Moves what the post at the head of `src`'s queue sends to posts at the heads of other queues."""
         moved = False
-        out = self.queues[src][0]
+        out = self.queues[src, crosses][0]
         for transfer in list(out.sends):
             dst, data = transfer
-            into = self.queues[dst][0] if self.queues[dst] else None
+            into = self.queues[dst, crosses][0] if self.queues[dst, crosses] else None
             waiting = [recv for recv in into.recvs if recv[0] == src] if into else []
             if into and waiting:
                 if self.watches:
@@ -180,7 +204,7 @@ def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
     stuck = [rank for rank, run in enumerate(runs) if not run.is_finished]
     if stuck:
         raise ScheduleFault(f"deadlock: ranks {stuck} wait for transfers that nobody posts")
-    if any(network.queues):
+    if any(network.queues.values()):
         raise ScheduleFault("transfers are left that nobody has matched")
 
 
@@ -227,11 +251,13 @@ class LoopbackGroup:
         softmax_scale: float,
         device: torch.device | None = None,
         is_buffered: bool = False,
+        has_two_queues: bool = False,
     ):
         device = device or torch.device("cpu")
         size = plan.problem.cp_size
         self.softmax_scale, self.sharding = softmax_scale, plan.problem.sharding
-        self.network = LoopbackNetwork(size, is_buffered=is_buffered)
+        domains = plan.problem.domains if has_two_queues else None
+        self.network = LoopbackNetwork(size, is_buffered=is_buffered, domains=domains)
         self.transports = [self.network.transport(rank) for rank in range(size)]
         self.calls = [
             attention_call(

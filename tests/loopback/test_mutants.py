@@ -20,6 +20,8 @@ from charm_megatron.lowering.storage import plan_storage
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.actions import Accumulate, Attend, Free, Key, Post, Wait
 from charm_megatron.schedule.passes import DIRECTIONS
+from charm_megatron.schedule.queues import ONE_QUEUE, Queues
+from charm_megatron.schedule.schedule import PostOptions
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import even_domains
 from charm_megatron.verify.programs import check_programs
@@ -88,11 +90,21 @@ OTHERS = [
 ]
 
 
+ON_TWO = [
+    Case("charm", 2, 2, "zigzag", CAUSAL),
+    Case("charm", 3, 2, "contiguous", NO_MASK),
+    Case("double_ring", 2, 2, "zigzag", CAUSAL),
+    Case("charm_per_domain", 2, 2, "zigzag", CAUSAL),
+]
+"""Judged on two communicators as well, with posts lane by lane."""
+
+
 class Subject:
     """One phase of one schedule, and what it must give."""
 
-    def __init__(self, case, direction):
+    def __init__(self, case, direction, queues=ONE_QUEUE):
         name, num_domains, per_domain, layout, mask, heads, kv_heads = case
+        self.queues = queues
         size = num_domains * per_domain
         sharding = make_sharding(layout, size, 4 * size, mask.documents)
         domains = even_domains(size, num_domains)
@@ -101,7 +113,9 @@ class Subject:
         workload = Workload(1, 4 * size, heads, kv_heads, HEAD_DIM, HEAD_DIM, "float64", mask)
         self.wire = make_wire_format(workload, self.problem)
         self.direction, self.size = direction, size
-        self.plan = Plan(*(make_schedules(method, each) for each in DIRECTIONS), self.wire, "under test")
+        options = PostOptions(fuse=queues.num_communicators == 1)
+        schedules = (make_schedules(method, each, options) for each in DIRECTIONS)
+        self.plan = Plan(*schedules, self.wire, "under test")
         (self.schedule,) = self.plan.phases(direction)
         self.programs = [self.schedule.program(rank) for rank in range(size)]
         generator = torch.Generator().manual_seed(0)
@@ -118,14 +132,17 @@ class Subject:
     def check(self, programs):
         """The checker's verdict."""
         try:
-            check_programs("mutant", self.problem, self.schedule.pass_, programs)
+            check_programs("mutant", self.problem, self.schedule.pass_, programs, self.queues)
         except ScheduleFault:
             return False
         return True
 
     def execute(self, programs):
         """The verdict of running it: it ends, leaves nothing behind, and gives full attention."""
-        group = LoopbackGroup(self.plan, ReferenceKernel(), softmax_scale=SCALE)
+        has_two_queues = self.queues.num_communicators == 2
+        group = LoopbackGroup(
+            self.plan, ReferenceKernel(), softmax_scale=SCALE, has_two_queues=has_two_queues
+        )
         try:
             errors = self._run(group, self._calls(group, programs))
         except (ScheduleFault, AssertionError, KeyError, RuntimeError, ValueError, IndexError):
@@ -226,11 +243,22 @@ def other_piece(name, problem, chance):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("case", [*PLAIN, *MASKED, *OTHERS], ids=str)
 def test_a_mutant_passes_the_checker_exactly_when_it_runs_and_gives_full_attention(case, direction, request):
-    subject = Subject(case, direction)
-    assert subject.check(subject.programs)
-    assert subject.execute(subject.programs)
     asked = request.config.getoption("--mutants")
     num_mutants = asked or (NUM_MUTANTS_PLAIN if case in PLAIN else NUM_MUTANTS)
+    judge(Subject(case, direction), case, direction, num_mutants, asked)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", ON_TWO, ids=str)
+def test_the_same_holds_on_two_communicators(case, direction, request):
+    asked = request.config.getoption("--mutants")
+    judge(Subject(case, direction, Queues(2)), case, direction, asked or NUM_MUTANTS, asked)
+
+
+def judge(subject, case, direction, num_mutants, asked):
+    """Checker and execution must agree on each of some mutants."""
+    assert subject.check(subject.programs)
+    assert subject.execute(subject.programs)
     chance = random.Random() if asked else random.Random(f"{case} {direction}")
     verdicts = Counter()
     for _ in range(num_mutants):
