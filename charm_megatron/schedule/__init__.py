@@ -19,7 +19,7 @@ The words that all rooms use:
 * program: the actions of one rank: post, wait, attend, accumulate, free.
 * lane: transfers of one payload over one class of links.
 * domain: ranks between which links are fast; a hop is inside a domain or across domains.
-* packed buffer: memory in which pieces lie side by side as they travel.
+* packed: the pieces of a message side by side in memory, as they travel.
 * makespan: when the last rank ends; critical path: what it waited for.
 * exposed communication: the part of the makespan in which nothing is computed.
 """

@@ -29,6 +29,6 @@ fi
 # task has all ranks of a node. In the background, srun itself must be $!: hence exec.
 run_ranks() {
   # shellcheck disable=SC2016
-  exec srun --export=ALL --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" "${container[@]}" \
+  exec srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} "${container[@]}" \
     bash -c 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"' "$@"
 }
