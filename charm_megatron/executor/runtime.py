@@ -24,7 +24,8 @@ from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
-from charm_megatron.kernels import BlockSizes, Selection, select_kernel
+from charm_megatron.kernels import BlockSizes, select_kernel
+from charm_megatron.kernels.elementwise import ElementwiseSelection, select_elementwise
 from charm_megatron.liveness.process import combined, watch
 from charm_megatron.liveness.standing import Standing
 from charm_megatron.schedule.passes import DIRECTIONS
@@ -86,7 +87,7 @@ class _Agreed:
 
     plan: Plan
     call: AttentionCall
-    selection: Selection
+    kernel_reason: str
 
 
 _Key = tuple[Workload, str, torch.device]
@@ -120,6 +121,7 @@ class AttentionRuntime:
         self.config = config
         self._machine = machine or Machine()
         self._groups: dict[dist.ProcessGroup, _Group] = {}
+        self._elementwise_on: dict[torch.device, ElementwiseSelection] = {}
         self._is_timed = False
         watch(self)
 
@@ -191,7 +193,7 @@ class AttentionRuntime:
         """Plans `workload` ahead of the first call and says what was planned. Collective over `group`."""
         agreed = self._agreed(group, workload, layout, device or torch.device("cpu"))
         known = self._groups[group]
-        return Receipt(known.domains, known.domains_reason, agreed.plan, agreed.selection.reason)
+        return Receipt(known.domains, known.domains_reason, agreed.plan, agreed.kernel_reason)
 
     def call(
         self,
@@ -308,10 +310,19 @@ class AttentionRuntime:
         require_agreement(group, record, str(plan))
         memory = known.memories.setdefault(device, Memory(device, self.config.idle_memory_mib * 2**20))
         recorder, rank = known.recorder, dist.get_rank(group)
-        call = attention_call(plan, rank, selection.kernel, known.transport, memory, recorder)
+        elementwise = self._elementwise(device)
+        call = attention_call(
+            plan, rank, selection.kernel, known.transport, memory, recorder, elementwise.implementation
+        )
         if device.type == "cuda":
             posts.connect(call.posts, device)
-        return _Agreed(plan, call, selection)
+        return _Agreed(plan, call, f"{selection.reason}; merged by {elementwise.reason}")
+
+    def _elementwise(self, device: torch.device) -> ElementwiseSelection:
+        """Tried once for each device of the process."""
+        if device not in self._elementwise_on:
+            self._elementwise_on[device] = select_elementwise(device)
+        return self._elementwise_on[device]
 
 
 def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Workload:

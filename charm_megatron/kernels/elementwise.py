@@ -5,10 +5,15 @@ last dimension `w` is contiguous, and any mix of floating dtypes: what is writte
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from charm_megatron.errors import shortened
+
+MOST_REASON_CHARACTERS = 80
 
 Merged = tuple[Tensor, Tensor]
 """A partial result: out [s, b, h, w] and lse [s, b, h]."""
@@ -98,3 +103,30 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     # Two divisions: the product of the divisors could leave the range of the dtype, the quotients cannot.
     length = delta.unsqueeze(-1) / largest / square
     return (direction * length).to(dout.dtype)
+
+
+@dataclass(frozen=True)
+class ElementwiseSelection:
+    """An implementation, and the reason for it, a clause for a start-up receipt."""
+
+    implementation: Elementwise
+    reason: str
+
+
+def select_elementwise(device: torch.device) -> ElementwiseSelection:
+    """Triton's kernels on GPUs where they compile and run; torch's operators elsewhere."""
+    if device.type != "cuda":
+        return ElementwiseSelection(TorchElementwise(), f"torch, as on every {device.type}")
+    try:
+        from charm_megatron.kernels.triton_elementwise import TritonElementwise
+
+        fused = TritonElementwise()
+        out, lse = torch.zeros(1, 1, 1, 8, device=device), torch.zeros(1, 1, 1, device=device)
+        fused.merge(out, lse, [(out, lse)], is_first=False)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # whatever a broken package or compiler raises
+        why = shortened(f"{type(error).__name__}: {error}", MOST_REASON_CHARACTERS)
+        return ElementwiseSelection(
+            TorchElementwise(), f"torch, some launches each, because Triton fails: {why}"
+        )
+    return ElementwiseSelection(fused, "Triton, one launch each")

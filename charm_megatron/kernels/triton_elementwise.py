@@ -1,7 +1,7 @@
 """The work between blocks of attention as fused Triton kernels: one launch for each call of `Elementwise`.
 
-A program of a kernel has some rows, [s, b, h] counted through, and their whole width. Arithmetic is in the accumulators'
-dtype, float32 or float64; offsets are int64.
+A program of a kernel has some rows, [s, b, h] counted through, and their whole width. Arithmetic is in the dtype of the
+accumulators, float32 or float64; offsets are int64.
 """
 
 from collections.abc import Sequence
