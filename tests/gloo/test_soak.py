@@ -53,6 +53,13 @@ class LateTransport:
     def num_bytes_sent(self):
         return self.inner.num_bytes_sent
 
+    @property
+    def across(self):
+        return self.inner.across
+
+    def exchange(self, what):
+        return self.inner.exchange(what)
+
     def announce(self, words, device):
         self.inner.announce(words, device)
 

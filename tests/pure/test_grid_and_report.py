@@ -48,7 +48,7 @@ OUT_SUM_BYTES = 320  # out and lse while they are added up
 
 def wire_of(problem):
     workload = Workload(1, problem.sharding.seq_len, 2, 1, 4, 4, "bfloat16", problem.mask)
-    return make_wire_format(workload, problem)
+    return make_wire_format(workload, problem, grad_return_dtype="float32")
 
 
 def plain(name, domains, direction="forward", **options):

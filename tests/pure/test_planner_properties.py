@@ -37,7 +37,8 @@ def sent_bytes(name, domains, direction="forward", *, heads=None, per_rank=32):
     )
     rows = per_rank * num_heads
     made = schedules(name, problem, direction)
-    return traffic(*made, wire=make_wire_format(workload, problem)), rows * HEAD_DIM * 2, rows * 4
+    wire = make_wire_format(workload, problem, grad_return_dtype="float32")
+    return traffic(*made, wire=wire), rows * HEAD_DIM * 2, rows * 4
 
 
 def assert_steps_are_matchings(made, payload):

@@ -165,7 +165,7 @@ UNIT = Workload(
 def sent_bytes(name, grid, pass_, *, group=1):
     made = problem(*grid, layout="contiguous", mask=NO_MASK, seq_len=UNIT.seq_len)
     workload = Workload(**{**UNIT.__dict__, "num_kv_heads": UNIT.num_heads // group})
-    wire = make_wire_format(workload, made)
+    wire = make_wire_format(workload, made, grad_return_dtype="float32")
     rows = UNIT.seq_len // made.cp_size * UNIT.num_heads
     return traffic(schedule(name, made, pass_), wire=wire), rows
 
@@ -266,6 +266,23 @@ def test_heads_that_do_not_split_into_groups_are_refused():
         make_wire_format(UNIT, made)
 
 
+def test_gradients_are_wide_inside_domains_and_narrow_across_unless_told_otherwise():
+    made = problem(2, 2, layout="contiguous", mask=NO_MASK, seq_len=UNIT.seq_len)
+    backward = schedule("charm", made, BACKWARD)
+    sent = {
+        dtype: traffic(backward, wire=make_wire_format(UNIT, made, **dtype_of(dtype)))
+        for dtype in ("default", "float32", "model")
+    }
+    assert sent["default"].inside_bytes.tolist() == sent["float32"].inside_bytes.tolist()
+    assert sent["default"].across_bytes.tolist() == sent["model"].across_bytes.tolist()
+    assert (sent["float32"].across_bytes > sent["model"].across_bytes).all()
+    assert (sent["float32"].inside_bytes > sent["model"].inside_bytes).all()
+
+
+def dtype_of(name):
+    return {} if name == "default" else {"grad_return_dtype": name}
+
+
 def test_kv_pieces_are_two_tensors_wide():
     wire = make_wire_format(UNIT, problem(1, 2, layout="contiguous", mask=NO_MASK, seq_len=UNIT.seq_len))
-    assert wire.piece_bytes(KV, 0) == 2048 * 4 * (16 + 16) * 2
+    assert wire.piece_bytes(KV, 0, crosses=True) == 2048 * 4 * (16 + 16) * 2

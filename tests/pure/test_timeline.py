@@ -60,14 +60,14 @@ def test_with_links_that_take_no_time_only_computation_remains(name, pass_):
 def test_a_ring_without_computation_takes_its_hops_one_after_the_other(size):
     _, wire = setup("ring", 1, size)
     link = Link(1e9, latency_s=1e-6)
-    hop_s = 1e-6 + wire.piece_bytes(KV, 0) / 1e9
+    hop_s = 1e-6 + wire.piece_bytes(KV, 0, crosses=False) / 1e9
     assert makespan("ring", 1, size, CostModel(FREE, link, link)) == pytest.approx((size - 1) * hop_s)
 
 
 def test_exchanges_of_rm_plus_wait_for_nobody_unless_their_links_are_shared():
     """4 ranks: KV and Q as one group and KV at once, then out; or all on one link."""
     _, wire = setup("rm_plus", 1, 4)
-    kv_s, q_s, out_s = (wire.piece_bytes(payload, 0) / 1e9 for payload in (KV, Q, OUT))
+    kv_s, q_s, out_s = (wire.piece_bytes(payload, 0, crosses=False) / 1e9 for payload in (KV, Q, OUT))
     alone = makespan("rm_plus", 1, 4, CostModel(FREE, Link(1e9), Link(1e9), is_shared=False))
     assert alone == pytest.approx(kv_s + out_s)
     shared = makespan("rm_plus", 1, 4, CostModel(FREE, Link(1e9), Link(1e9)))
@@ -78,8 +78,8 @@ def test_exchanges_of_rm_plus_wait_for_nobody_unless_their_links_are_shared():
 def test_a_slow_crossing_slows_every_hop_of_the_ring_but_only_the_crossings_of_charm(name):
     cost = CostModel(FREE, NO_TIME, Link(1e9))
     _, wire = setup("ring", 2, 8)
-    assert makespan("ring", 2, 8, cost) == pytest.approx(7 * wire.piece_bytes(KV, 0) / 1e9)
-    crossing_s = (wire.piece_bytes(Q, 0) + wire.piece_bytes(OUT, 0)) / 1e9
+    assert makespan("ring", 2, 8, cost) == pytest.approx(7 * wire.piece_bytes(KV, 0, crosses=False) / 1e9)
+    crossing_s = sum(wire.piece_bytes(payload, 0, crosses=True) for payload in (Q, OUT)) / 1e9
     assert makespan(name, 2, 8, cost) == pytest.approx(crossing_s)
 
 
