@@ -10,7 +10,7 @@ one ordered queue of fused groups: the results of a step, then its operands.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -222,29 +222,35 @@ def add_waits(body: list[Action], schedule: Schedule, rank: int, far: frozenset[
     to_free: dict[Key, bool] = {}  # whether to a far rank
     source: dict[Piece, Key] = {}
     home = schedule.problem.sharding.home
-
-    def _has_foreign(message: Message) -> bool:
-        return any(home[piece.chunk] != rank for piece in message.pieces)
-
     for action in body:
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
-            foreign = {message.peer in far for message in action.sends if _has_foreign(message)}
+            leaves, crosses = _leaves(action, home, rank), _crosses(action, far)
             oldest = action.key.step - schedule.options.prefetch_depth
             due |= {
                 key
                 for key in open_keys
-                if key in to_free and key.step < oldest and (True in foreign or not to_free[key])
+                if key in to_free and key.step < oldest and (not to_free[key] or (crosses and leaves))
             }
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):
             open_keys.append(action.key)
-            if foreign:
-                to_free[action.key] = True in foreign
+            if leaves or (action.sends and not crosses):
+                to_free[action.key] = crosses
             source.update((name, action.key) for name in action.received)
         out.append(action)
     return [*out, *(Wait(key) for key in open_keys)]
+
+
+def _leaves(post: Post, home: Sequence[int], rank: int) -> bool:
+    """Whether a post sends anything that is not at home here."""
+    return any(home[piece.chunk] != rank for piece in post.sent)
+
+
+def _crosses(post: Post, far: frozenset[int]) -> bool:
+    """Whether a post has a message to or from a far rank."""
+    return any(message.peer in far for message in (*post.sends, *post.recvs))
 
 
 def add_frees(program: list[Action], schedule: Schedule, rank: int) -> Iterable[Action]:
