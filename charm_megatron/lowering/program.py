@@ -211,46 +211,49 @@ def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
 
 
 def add_waits(body: list[Action], schedule: Schedule, rank: int, far: frozenset[int]) -> list[Action]:
-    """Waits before the first reader.
+    """Waits before the first reader, and so that buffers do not pile up.
 
-    A post that sends what is to be freed is waited for before running more than `prefetch_depth` steps ahead of it, so
-    that buffers do not pile up, or where it goes to a `far` rank, before the next of that kind; one that sends from the
-    own shard may take as long as its readers let it.
+    A post that sends is waited for before running more than `prefetch_depth` steps ahead of it, or one step more where
+    all that it sends is at home here. One to a `far` rank takes the slower link, and is waited for only where the
+    next one of its kind is made.
     """
+    home, depth = schedule.problem.sharding.home, schedule.options.prefetch_depth
     out: list[Action] = []
     open_keys: list[Key] = []
-    to_free: dict[Key, bool] = {}  # whether to a far rank
+    kinds: dict[Key, _PostKind] = {}
     source: dict[Piece, Key] = {}
-    home = schedule.problem.sharding.home
     for action in body:
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
-            leaves, crosses = _leaves(action, home, rank), _crosses(action, far)
-            oldest = action.key.step - schedule.options.prefetch_depth
-            due |= {
-                key
-                for key in open_keys
-                if key in to_free and key.step < oldest and (not to_free[key] or (crosses and leaves))
-            }
+            kind = kinds[action.key] = _post_kind(action, home, rank, far)
+            due |= {key for key in open_keys if kinds[key].holds_up(kind, action.key.step - key.step - depth)}
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):
             open_keys.append(action.key)
-            if leaves or (action.sends and not crosses):
-                to_free[action.key] = crosses
             source.update((name, action.key) for name in action.received)
         out.append(action)
     return [*out, *(Wait(key) for key in open_keys)]
 
 
-def _leaves(post: Post, home: Sequence[int], rank: int) -> bool:
-    """Whether a post sends anything that is not at home here."""
-    return any(home[piece.chunk] != rank for piece in post.sent)
+class _PostKind(NamedTuple):
+    """What decides how long a post may take: whether it sends, what is not at home here, and to or from a far rank."""
+
+    sends: bool
+    sends_foreign: bool
+    is_far: bool
+
+    def holds_up(self, following: "_PostKind", steps_late: int) -> bool:
+        """Whether a post of the kind `following` has to wait for one of this kind, so many steps beyond the depth."""
+        if self.is_far:
+            return self.sends and following == self and steps_late > 0
+        return self.sends and steps_late > (0 if self.sends_foreign else 1)
 
 
-def _crosses(post: Post, far: frozenset[int]) -> bool:
-    """Whether a post has a message to or from a far rank."""
-    return any(message.peer in far for message in (*post.sends, *post.recvs))
+def _post_kind(post: Post, home: Sequence[int], rank: int, far: frozenset[int]) -> _PostKind:
+    sends_foreign = any(home[piece.chunk] != rank for piece in post.sent)
+    is_far = any(message.peer in far for message in (*post.sends, *post.recvs))
+    return _PostKind(bool(post.sends), sends_foreign, is_far)
 
 
 def add_frees(program: list[Action], schedule: Schedule, rank: int) -> Iterable[Action]:
