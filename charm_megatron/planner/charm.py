@@ -43,7 +43,9 @@ def rm_plus(problem: Problem) -> Method:
     return _together(problem, (tuple(range(problem.cp_size)),))
 
 
-@as_planner("CHARM+ paper, 3.3 and Figure 5", "rm_plus inside each domain, its Q half again for each other domain's Q, KV kept")
+@as_planner(
+    "CHARM+ paper, 3.3 and Figure 5", "rm_plus inside each domain, its Q half again for each other domain's Q"
+)
 def charm_keep_kv(problem: Problem) -> Method:
     """CHARM+ over the problem's domains, one visiting Q at a time, KV of the own domain kept.
 
@@ -53,7 +55,9 @@ def charm_keep_kv(problem: Problem) -> Method:
     return _per_domain(problem, keep_kv=True)
 
 
-@as_planner("CHARM+ paper, Figure 5", "charm_keep_kv with KV exchanged again for each other domain's Q, not kept")
+@as_planner(
+    "CHARM+ paper, Figure 5", "charm_keep_kv with KV exchanged again for each other domain's Q, not kept"
+)
 def charm_per_domain(problem: Problem) -> Method:
     """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm_keep_kv`."""
     return _per_domain(problem, keep_kv=False)

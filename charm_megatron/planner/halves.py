@@ -18,7 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from charm_megatron.lowering.decisions import Decisions, Method, Routes, chunk_routes, one_phase, owner_by_homes
+from charm_megatron.lowering.decisions import (
+    Decisions,
+    Method,
+    Routes,
+    chunk_routes,
+    one_phase,
+    owner_by_homes,
+)
 from charm_megatron.planner.charm import Columns, grid_of, hosts, one_hop, owners, rm_plus, swap
 from charm_megatron.planner.common import Grid, as_planner, by_homes
 from charm_megatron.planner.matchings import Matching, exchanges
@@ -29,7 +36,7 @@ from charm_megatron.schedule.problem import Problem
 
 @as_planner(
     "CHARM+ paper, 3.3",
-    "rm_plus inside each domain, between its steps half a Q of another domain at a time; no KV kept",
+    "rm_plus inside each domain; between its steps Q of others visits, by halves",
 )
 def charm(problem: Problem) -> Method:
     """CHARM+ over the problem's domains in bounded memory.
@@ -127,7 +134,9 @@ def _owners(grid: Grid) -> IntArray:
 def _compute_steps(problem: Problem, grid: Grid, timetable: _Timetable, halves: IntArray) -> IntArray:
     """The compute step of each block, [num_chunks, num_chunks]: after its exchange, at home first."""
     num_domains, size = len(grid), len(grid[0])
-    by_index = np.zeros((num_domains, 2, size, size), dtype=np.int64)  # distance, half of Q, index of Q and of KV
+    by_index = np.zeros(
+        (num_domains, 2, size, size), dtype=np.int64
+    )  # distance, half of Q, index of Q and of KV
     for visit in timetable.visits:
         by_index[visit.distance, visit.half] = visit.start * np.eye(size, dtype=np.int64)
     for step, exchange in enumerate(timetable.exchanges):
