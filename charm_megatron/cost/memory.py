@@ -18,7 +18,6 @@ from charm_megatron.schedule.payload import PAYLOADS, Payload
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
-
 MOST_RANKS = 64
 """Of larger groups, this many ranks are worked out, evenly spread."""
 

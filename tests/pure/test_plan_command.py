@@ -331,7 +331,7 @@ def test_check_sums_up_each_pass(run, saved):
     # steps: the KV exchange; two visits of one exchange, with empty steps; outputs home; blocks: 8 * 9 / 2
     # messages: 4 of KV; 6 half Qs across, 6 to partners; as many outputs the same ways back
     assert forward[:3] == ["7", "36", "28"]
-    assert " ".join(forward[3:]).startswith("7 kv, 6 o, 6 q")  # halves where that is enough
+    assert " ".join(forward[3:]).startswith("6 kv, 12 o, 12 q")  # halves where that is enough
 
 
 def test_a_faulty_schedule_ends_with_code_1_and_its_first_fault(run, saved):

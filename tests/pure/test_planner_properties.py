@@ -329,17 +329,19 @@ def test_visits_of_charm_come_one_after_the_other_between_its_own_exchanges():
     halves = [
         problem.sharding.chunks_of(home).index(chunk) for chunk, home in enumerate(problem.sharding.home)
     ]
+    own = {hop[0] for hop in hops_of(made, "kv")}
     visits = {}  # (distance, half): steps in which Q goes to the ranks of the visited domain
     for step, chunk, src, dst in hops_of(made, "q"):
         home = problem.sharding.home[chunk]
         distance = (domains.domain_of[dst] - domains.domain_of[home]) % num_domains
-        if distance and not domains.crosses(src, dst):
+        if not distance:
+            own.add(step)
+        elif not domains.crosses(src, dst):
             visits.setdefault((distance, halves[chunk]), set()).add(step)
     assert sorted(visits) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     spans = [(min(visits[visit]), max(visits[visit])) for visit in sorted(visits)]
     assert all(len(steps) == size - 1 for steps in visits.values())
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
-    own = {step for step, _, src, dst in hops_of(made, "kv") if not domains.crosses(src, dst)}
     assert min(own) < spans[0][0]
     assert max(own) > spans[-1][1]
 
