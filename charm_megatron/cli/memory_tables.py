@@ -92,7 +92,7 @@ def _equation(prediction: Prediction) -> str:
 
 
 def table_3() -> Table:
-    """Table 3 of the paper, beside its equations and what is predicted for `charm_keep_kv` and `charm`, less the ring."""
+    """Table 3 of the paper, beside its equations and the predictions for `charm_keep_kv` and `charm`, less the ring."""
     columns = ("batch", "tokens", "heads", "ring", "charm", "charm - ring", "equations")
     schedules = ("charm_keep_kv", "charm")
     table = Table(box=None, pad_edge=False)

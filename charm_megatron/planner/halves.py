@@ -9,7 +9,7 @@ with its gradients; outputs that wait for a slower link; and what is twice as la
   go home under the visit after theirs. The first half crosses, and the last goes home, under own exchanges.
 
 So KV is exchanged once, as if it were kept, and each Q is exchanged with all ranks of a visited domain instead of
-half of them. Of a layout with one chunk in each shard whole shards visit.
+half of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,19 +27,26 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
 )
 from charm_megatron.planner.charm import Columns, grid_of, hosts, one_hop, owners, rm_plus, swap
-from charm_megatron.planner.common import Grid, as_planner, by_homes
+from charm_megatron.planner.common import Grid, Shape, as_planner, by_homes
 from charm_megatron.planner.matchings import Matching, exchanges
 from charm_megatron.schedule.payload import Side
 from charm_megatron.schedule.piece import IntArray
 from charm_megatron.schedule.problem import Problem
+from charm_megatron.topology import Domains
+
+
+def halves_shape(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:
+    """Shards of two halves, where there are visits."""
+    return Shape(least_chunks=2) if 1 < domains.num_domains < domains.cp_size else Shape()
 
 
 @as_planner(
     "CHARM+ paper, 3.3",
     "rm_plus inside each domain; between its steps Q of others visits, by halves",
+    shape=halves_shape,
 )
 def charm(problem: Problem) -> Method:
-    """CHARM+ over the problem's domains in bounded memory.
+    """CHARM+ over the problem's domains in bounded memory. Shards of one chunk, not cut by `halves_shape`, visit whole.
 
     Of one domain, and of domains with one rank each, it is RM+ over all ranks: nothing inside could hide what crosses.
     Raises `PlanError` for domains of different sizes.

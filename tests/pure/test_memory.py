@@ -26,7 +26,7 @@ DOMAINS = even_domains(CP_SIZE, NUM_DOMAINS)
 
 
 def foreign_units(name, num_domains, per_domain, **settings):
-    """(forward, backward) foreign buffers of the worst rank, in units of a rank's Q in float32; causal MHA in zigzag."""
+    """(forward, backward) foreign buffers of the worst rank; the unit is a rank's Q in float32."""
     size = num_domains * per_domain
     workload = Workload(1, 32 * size, 2, 2, 64, 64, "bfloat16")
     config = CharmConfig(**settings)
