@@ -1,4 +1,4 @@
-"""The shape of the CHARM+ paper's Table 4: ring, RM+ and charm_keep_kv on one domain, two PCIe domains and two nodes."""
+"""The shape of the CHARM+ paper's Table 4: ring, RM+ and its charm on one domain, two PCIe domains and two nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
