@@ -151,7 +151,7 @@ def _passes(grid: Grid, steps: Steps) -> tuple[IntArray, IntArray]:
     return passes, places
 
 
-def hosts(grid: Grid, s: int) -> IntArray:
+def hosts(grid: Grid | IntArray, s: int) -> IntArray:
     """Where the Q of each rank is when it visits the domain s further on, [domain, index]; s = 0: at home."""
     return np.roll(np.asarray(grid, dtype=np.int64), -s, axis=0)
 

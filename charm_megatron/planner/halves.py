@@ -54,12 +54,12 @@ def charm(problem: Problem) -> Method:
     grid = grid_of(problem)
     if len(grid) == 1:
         return rm_plus.make(problem)
-    halves = _halves(problem)
+    ranks, halves = np.asarray(grid, dtype=np.int64), _halves(problem)
     timetable = _timetable(len(grid), len(grid[0]), range(int(halves.max()) + 1))
     routes = (
-        _routes(problem, "q", _crossings(grid, timetable), halves),
-        _routes(problem, "kv", _exchanges(grid, timetable, "kv"), halves),
-        _routes(problem, "q", _exchanges(grid, timetable, "q"), halves),
+        _routes(problem, "q", _crossings(ranks, timetable), halves),
+        _routes(problem, "kv", _exchanges(ranks, timetable, "kv"), halves),
+        _routes(problem, "q", _exchanges(ranks, timetable, "q"), halves),
     )
     return one_phase(
         Decisions(
@@ -163,19 +163,17 @@ Halved = tuple[int | None, Columns]
 """Columns of routes of shards, and which half of each travels; None: all of it."""
 
 
-def _crossings(grid: Grid, timetable: _Timetable) -> Iterator[Halved]:
+def _crossings(ranks: IntArray, timetable: _Timetable) -> Iterator[Halved]:
     """Each Q to its twins."""
     for visit in timetable.visits:
-        home = hosts(grid, 0)
-        yield visit.half, one_hop(home, home, hosts(grid, visit.distance), visit.crossing)
+        yield visit.half, one_hop(ranks, ranks, hosts(ranks, visit.distance), visit.crossing)
 
 
-def _exchanges(grid: Grid, timetable: _Timetable, side: Side) -> Iterator[Halved]:
+def _exchanges(ranks: IntArray, timetable: _Timetable, side: Side) -> Iterator[Halved]:
     """One side to the partners of each step, wherever it is."""
     for step, exchange in enumerate(timetable.exchanges):
         if exchange is not None and exchange.side == side:
-            at = hosts(grid, exchange.distance)
-            yield exchange.half, swap(hosts(grid, 0), at, exchange.partners, step)
+            yield exchange.half, swap(ranks, hosts(ranks, exchange.distance), exchange.partners, step)
 
 
 def _routes(problem: Problem, side: Side, halved: Iterable[Halved], halves: IntArray) -> Routes:

@@ -27,7 +27,7 @@ def test_128_ranks_pass_the_whole_check(name):
         check_tables(schedule)
 
 
-@pytest.mark.parametrize("name", ["charm", "charm_keep_kv", "charm_per_domain", "charm_together"])
+@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
 def test_1024_ranks_are_planned_proved_and_give_any_ranks_program(name):
     (schedule,) = schedules(name, 128, 8, "backward")
     check_tables(schedule)
