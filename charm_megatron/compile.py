@@ -6,11 +6,12 @@ that what is shown, costed and proved is what runs. It needs no torch.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from charm_megatron.config import CharmConfig
+from charm_megatron.cost.memory import attention_memory
 from charm_megatron.cost.report import Report, report
 from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.errors import PlanError, shortened
@@ -128,6 +129,9 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
     that cannot be read, and `ScheduleFault` for one whose schedule is wrong.
     """
     notes: tuple[str, ...] = ()
+    kept = _with_kv_kept(config, domains, workload, layout)
+    if kept is not None:
+        return kept
     if is_schedule_file(config.schedule):
         forward, backward = _written(Path(config.schedule), domains, workload, layout)
         reason = "as written"
@@ -143,6 +147,21 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
         grad_return_dtype=config.grad_return_dtype,
     )
     return Plan(forward, backward, wire, reason, notes)
+
+
+def _with_kv_kept(config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Plan | None:
+    """The plan that keeps KV, in place of charm's, if its buffers are within `keep_kv_mib`."""
+    if config.schedule != "charm" or not config.keep_kv_mib or not domains.are_even:
+        return None
+    plan = compile_attention(
+        config.model_copy(update={"schedule": "charm_keep_kv"}), domains, workload, layout
+    )
+    passes = attention_memory(plan.schedules, plan.wire).passes.values()
+    most_mib = max(memory.buffer_bytes for memory in passes) / 2**20
+    if most_mib > config.keep_kv_mib:
+        return None
+    reason = f"in place of charm, because its buffers take {most_mib:.1f} MiB of keep_kv_mib {config.keep_kv_mib:g}"
+    return replace(plan, reason=reason)
 
 
 def is_schedule_file(schedule: str) -> bool:

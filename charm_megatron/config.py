@@ -45,6 +45,13 @@ class CharmConfig(Section):
     """The context-parallel attention."""
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
+    keep_kv_mib: float = Field(
+        0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Let charm keep the KV that it has received, as charm_keep_kv does, where all buffers of a rank "
+        "then take at most this many MiB: fewer bytes inside a domain, for memory that grows with the domain.",
+    )
     domains: Literal["hosts", "numa", "nvlink"] | NumDomains | DomainFile = Field(
         "hosts",
         description="How the ranks of a context-parallel group fall into domains of fast links: one per host, right "

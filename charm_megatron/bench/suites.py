@@ -123,7 +123,16 @@ def _quick() -> tuple[Race, ...]:
 
 def _full() -> tuple[Race, ...]:
     names = ("nvlink_2x4", "nvlink_4x2", "nvlink_2x4_shared_nic", "pcie_numa_2x4", "flat_8")
-    more = (*SCHEDULES, "merge", "charm_per_domain", "charm_together", "all_gather", "pass_q", "hierarchical")
+    more = (
+        *SCHEDULES,
+        "merge",
+        "charm_keep_kv",
+        "charm_per_domain",
+        "charm_together",
+        "all_gather",
+        "pass_q",
+        "hierarchical",
+    )
     title = "MHA, no mask, beside peers"
     return (
         *(_race(title, name, CURVE, 512, repetitions=5, schedules=more, peers=PEERS) for name in names),

@@ -7,47 +7,82 @@ an allocator keeps, and buffers of the transport. So the difference of two sched
 program holds.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.wire import WireFormat
-from charm_megatron.schedule.passes import Pass
+from charm_megatron.schedule.passes import FORWARD, Direction, Pass
 from charm_megatron.schedule.payload import PAYLOADS, Payload
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.workload import ITEMSIZE_BYTES, Workload
 
+MOST_RANKS = 64
+"""Of larger groups, this many ranks are worked out, evenly spread."""
+
+
+@dataclass(frozen=True, order=True)
+class PassMemory:
+    """Bytes of the rank and the phase of one direction that need most, which order compares.
+
+    `own_bytes` are the rank's own tensors and results, `buffer_bytes` everything else.
+    """
+
+    peak_bytes: int = 0
+    own_bytes: int = 0
+    buffer_bytes: int = 0
+
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of the rank and the pass, forward or backward, that need most.
+    """Both passes, and what is kept from the forward pass to the backward pass.
 
-    `pool_bytes` is the memory that a run takes for its buffers; it is more than `buffer_bytes`, which are in use at one
-    time, where their places do not fit.
+    `pool_bytes` is the memory that a run takes for its buffers; it is more than those in use at one time, where their
+    places do not fit.
     """
 
-    own_bytes: int
-    buffer_bytes: int
+    passes: dict[Direction, PassMemory]
+    saved_bytes: int
     pool_bytes: int
 
     @property
-    def peak_bytes(self) -> int:
-        """What one layer's attention holds at its worst moment."""
-        return self.own_bytes + self.buffer_bytes
+    def worst(self) -> PassMemory:
+        """The pass that needs more."""
+        return max(self.passes.values())
 
 
-def attention_memory(phases: Sequence[Schedule], wire: WireFormat, ranks: Sequence[int]) -> AttentionMemory:
-    """The memory of the worst of `ranks`, over all phases of both directions."""
-    own = [own_bytes(wire.workload, wire.problem.cp_size, phase.pass_) for phase in phases]
-    worst, pools = (0, 0, 0), []
-    for rank in ranks:
+def spread_ranks(cp_size: int) -> range:
+    """The ranks that stand for all: each, or `MOST_RANKS` at most of a larger group."""
+    return range(0, cp_size, -(-cp_size // MOST_RANKS))
+
+
+def attention_memory(phases: Sequence[Schedule], wire: WireFormat) -> AttentionMemory:
+    """The memory of the worst rank, over all phases of both directions."""
+    cp_size = wire.problem.cp_size
+    own = [own_bytes(wire.workload, cp_size, phase.pass_) for phase in phases]
+    passes: dict[Direction, PassMemory] = defaultdict(PassMemory)
+    pools = []
+    for rank in spread_ranks(cp_size):
         both = Buffers()
         for phase, mine in zip(phases, own, strict=True):
-            buffers = peak_buffers(phase, wire, rank)
+            buffers, direction = peak_buffers(phase, wire, rank), phase.pass_.direction
             both |= buffers
-            worst = max(worst, (mine + buffers.peak_bytes, mine, buffers.peak_bytes))
+            here = PassMemory(mine + buffers.peak_bytes, mine, buffers.peak_bytes)
+            passes[direction] = max(passes[direction], here)
         pools.append(both.pool_bytes)
-    return AttentionMemory(worst[1], worst[2], max(pools))
+    return AttentionMemory(dict(passes), saved_bytes(wire.workload, cp_size), max(pools))
+
+
+def saved_bytes(workload: Workload, cp_size: int) -> int:
+    """The tensors of a rank that are kept for the backward pass: q, k, v, out and lse."""
+    accumulated = sum(workload.width(name) for payload in FORWARD.results for name in payload.widths)
+    rows = workload.batch * workload.seq_len // cp_size * workload.num_heads
+    return own_bytes(workload, cp_size, FORWARD) - (
+        rows * accumulated * ITEMSIZE_BYTES[workload.accumulate_dtype]
+        if workload.dtype != workload.accumulate_dtype
+        else 0
+    )
 
 
 def own_bytes(workload: Workload, cp_size: int, pass_: Pass) -> int:

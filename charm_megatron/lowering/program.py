@@ -10,7 +10,7 @@ one ordered queue of fused groups: the results of a step, then its operands.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from charm_megatron.schedule.payload import PAYLOADS
 from charm_megatron.schedule.piece import Piece
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.schedule.schedule import Schedule
+from charm_megatron.topology import Domains
 from charm_megatron.workload import Band
 
 ComputeSteps = dict[int, list[Attend]]
@@ -41,9 +42,16 @@ ComputeSteps = dict[int, list[Attend]]
 def rank_program(schedule: Schedule, rank: int) -> Program:
     """All actions of one rank, in order."""
     posts = _posts(schedule, rank)
-    body = _interleave(posts, _post_steps(posts, schedule.options.prefetch_depth), _attends(schedule, rank))
+    post_steps = _post_steps(posts, schedule.options.prefetch_depth)
+    far = _far(schedule.problem.domains, rank)
+    body = _interleave(posts, post_steps, _attends(schedule, rank), far)
     body = send_results_early(body, schedule.pass_)
-    return tuple(add_frees(add_waits(body, schedule, rank), schedule, rank))
+    return tuple(add_frees(add_waits(body, schedule, rank, far), schedule, rank))
+
+
+def _far(domains: Domains, rank: int) -> frozenset[int]:
+    """The ranks of other domains."""
+    return frozenset(peer for peer in range(domains.cp_size) if domains.crosses(rank, peer))
 
 
 def _posts(schedule: Schedule, rank: int) -> list[Post]:
@@ -148,11 +156,14 @@ def _rectangles(rows: dict[int, list[Column]], problem: Problem) -> Iterable[_Re
         yield _Rectangle(tuple(qs), columns_)
 
 
-def _interleave(posts: list[Post], post_steps: list[int], attends: ComputeSteps) -> list[Action]:
+def _interleave(
+    posts: list[Post], post_steps: list[int], attends: ComputeSteps, far: frozenset[int]
+) -> list[Action]:
     """Merges posts, blocks and accumulations by compute step.
 
     A received result is taken in after the posts of the next compute step, so that no post waits for it, unless
-    one of them sends the very result on.
+    one of them sends the very result on. One from a `far` rank comes over a slower link, and is taken in when the
+    next such result is due.
     """
     by_step = defaultdict(list)
     for post, compute_step in zip(posts, post_steps, strict=True):
@@ -166,7 +177,8 @@ def _interleave(posts: list[Post], post_steps: list[int], attends: ComputeSteps)
             due = [(s, x) for s, x in arrived if x.own in going]
             arrived = [item for item in arrived if item not in due]
             body += [*(Accumulate(x) for _, x in due), post]
-        due = [(s, x) for s, x in arrived if s < compute_step]
+        next_far = any(x.src in far for post in by_step[compute_step] for x in post.received)
+        due = [(s, x) for s, x in arrived if s < compute_step and (next_far or x.src not in far)]
         arrived = [item for item in arrived if item not in due]
         body += [*(Accumulate(x) for _, x in due), *attends[compute_step]]
         arrived += [
@@ -198,33 +210,50 @@ def send_results_early(body: list[Action], pass_: Pass) -> list[Action]:
     return out
 
 
-def add_waits(body: list[Action], schedule: Schedule, rank: int) -> list[Action]:
-    """Waits before the first reader.
+def add_waits(body: list[Action], schedule: Schedule, rank: int, far: frozenset[int]) -> list[Action]:
+    """Waits before the first reader, and so that buffers do not pile up.
 
-    A post that sends what is to be freed is waited for before running more than `prefetch_depth` steps ahead of it, so
-    that buffers do not pile up; one that sends from the own shard may take as long as its readers let it.
+    A post that sends is waited for before running more than `prefetch_depth` steps ahead of it, or one step more where
+    all that it sends is at home here. One to a `far` rank takes the slower link, and is waited for only where the
+    next one of its kind is made.
     """
+    home, depth = schedule.problem.sharding.home, schedule.options.prefetch_depth
     out: list[Action] = []
     open_keys: list[Key] = []
-    to_free: set[Key] = set()
+    kinds: dict[Key, _PostKind] = {}
     source: dict[Piece, Key] = {}
     for action in body:
         due = {source[name] for name in reads(action) if name in source}
         if isinstance(action, Post):
-            due |= {
-                key
-                for key in open_keys
-                if key in to_free and key.step < action.key.step - schedule.options.prefetch_depth
-            }
+            kind = kinds[action.key] = _post_kind(action, home, rank, far)
+            due |= {key for key in open_keys if kinds[key].holds_up(kind, action.key.step - key.step - depth)}
         out += [Wait(key) for key in open_keys if key in due]
         open_keys = [key for key in open_keys if key not in due]
         if isinstance(action, Post):
             open_keys.append(action.key)
-            if any(schedule.problem.sharding.home[name.chunk] != rank for name in action.sent):
-                to_free.add(action.key)
             source.update((name, action.key) for name in action.received)
         out.append(action)
     return [*out, *(Wait(key) for key in open_keys)]
+
+
+class _PostKind(NamedTuple):
+    """What decides how long a post may take: whether it sends, what is not at home here, and to or from a far rank."""
+
+    sends: bool
+    sends_foreign: bool
+    is_far: bool
+
+    def holds_up(self, following: "_PostKind", steps_late: int) -> bool:
+        """Whether a post of the kind `following` has to wait for one of this kind, so many steps beyond the depth."""
+        if self.is_far:
+            return self.sends and following == self and steps_late > 0
+        return self.sends and steps_late > (0 if self.sends_foreign else 1)
+
+
+def _post_kind(post: Post, home: Sequence[int], rank: int, far: frozenset[int]) -> _PostKind:
+    sends_foreign = any(home[piece.chunk] != rank for piece in post.sent)
+    is_far = any(message.peer in far for message in (*post.sends, *post.recvs))
+    return _PostKind(bool(post.sends), sends_foreign, is_far)
 
 
 def add_frees(program: list[Action], schedule: Schedule, rank: int) -> Iterable[Action]:

@@ -2,11 +2,12 @@
 
 Inside a domain of m ranks every step is a pair of perfect matchings: with its KV partner a rank swaps KV, with
 its Q partner it swaps Q and later returns the partial output. Across domains only Q travels: rank (d, i)
-sends its Q to its twin (d', i) of every other domain, where it meets that domain's KV. There are two readings:
+sends its Q to its twin (d', i) of every other domain, where it meets that domain's KV. There are two readings
+(a third, whose memory is bounded, is `charm` in `halves`):
 
-* per domain (`charm`; Figure 5): the own Q first, then one more pass of the exchanges for each other domain's Q. The
-  next Q crosses under a pass, and outputs go home under the pass after theirs. What a rank holds does not grow with
-  the number of domains. KV is exchanged once and kept, or again in each pass (`charm_per_domain`).
+* per domain (`charm_keep_kv`; Figure 5): the own Q first, then one more pass of the exchanges for each other domain's
+  Q. The next Q crosses under a pass, and outputs go home under the pass after theirs. KV is exchanged once and kept,
+  which is the fewest bytes and takes memory that grows with the domain; or again in each pass (`charm_per_domain`).
 * together (`charm_together`; Figure 3 and Algorithm 2): visiting Qs join the twin's own Q in the exchanges of its
   domain, which begin when they have come. All domains' Qs are alive at once.
 
@@ -45,7 +46,7 @@ def rm_plus(problem: Problem) -> Method:
 @as_planner(
     "CHARM+ paper, 3.3 and Figure 5", "rm_plus inside each domain, its Q half again for each other domain's Q"
 )
-def charm(problem: Problem) -> Method:
+def charm_keep_kv(problem: Problem) -> Method:
     """CHARM+ over the problem's domains, one visiting Q at a time, KV of the own domain kept.
 
     Of domains with one rank each nothing is inside that could hide what crosses; RM+ over the ranks, which
@@ -54,20 +55,22 @@ def charm(problem: Problem) -> Method:
     return _per_domain(problem, keep_kv=True)
 
 
-@as_planner("CHARM+ paper, Figure 5", "charm with KV exchanged again for each other domain's Q, not kept")
+@as_planner(
+    "CHARM+ paper, Figure 5", "charm_keep_kv with KV exchanged again for each other domain's Q, not kept"
+)
 def charm_per_domain(problem: Problem) -> Method:
-    """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm`."""
+    """CHARM+ one visiting Q at a time, KV exchanged again for each. Grids and refusals are those of `charm_keep_kv`."""
     return _per_domain(problem, keep_kv=False)
 
 
 @as_planner("CHARM+ paper, Figure 3", "rm_plus inside each domain, with the other domains' Q along")
 def charm_together(problem: Problem) -> Method:
-    """CHARM+ with all visiting Qs at once. Grids and refusals are those of `charm`."""
-    return _together(problem, _grid(problem))
+    """CHARM+ with all visiting Qs at once. Grids and refusals are those of `charm_keep_kv`."""
+    return _together(problem, grid_of(problem))
 
 
-def _grid(problem: Problem) -> Grid:
-    """`grid[d][i]` is the rank with index i in domain d."""
+def grid_of(problem: Problem) -> Grid:
+    """`grid[d][i]` is the rank with index i in domain d; all ranks are one domain where each has its own."""
     grid = equal_domains(problem.domains, "rm_plus")
     return grid if len(grid[0]) > 1 else (tuple(range(problem.cp_size)),)
 
@@ -81,12 +84,12 @@ def _together(problem: Problem, grid: Grid) -> Method:
         _routes(problem, "kv", _kv_exchanges(grid, steps, last_arrival)),
         _routes(problem, "q", _q_exchanges(grid, steps, starts)),
     )
-    return one_phase(Decisions(problem, owner_by_homes(problem, _owners(grid, steps)), routes))
+    return one_phase(Decisions(problem, owner_by_homes(problem, owners(grid, steps)), routes))
 
 
 def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
     """Pass s, of the Qs from s domains away, begins at both steps starts[s]; the next Qs cross from there on."""
-    grid = _grid(problem)
+    grid = grid_of(problem)
     steps = exchanges(len(grid[0]))[::-1]
     starts = range(0, (len(steps) + 1) * len(grid), len(steps) + 1)
     routes = (
@@ -101,7 +104,7 @@ def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
     return one_phase(
         Decisions(
             problem,
-            owner_by_homes(problem, _owners(grid, steps)),
+            owner_by_homes(problem, owners(grid, steps)),
             routes,
             num_kv_copies=1 if keep_kv else len(grid),
             kv_copy=None if keep_kv else by_homes(problem, passes),
@@ -110,12 +113,12 @@ def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
     )
 
 
-def _owners(grid: Grid, steps: Steps) -> IntArray:
+def owners(grid: Grid, steps: Steps) -> IntArray:
     """Who computes Q of one rank against KV of another, [q rank, KV rank].
 
     Q visits its twin in KV's domain; there it goes on to KV's rank if the two indices swap Q, else KV comes to it.
     """
-    ranks = _hosts(grid, 0)
+    ranks = hosts(grid, 0)
     num_domains, size = ranks.shape
     swaps_q = np.zeros((size, size), dtype=np.bool_)
     for _, q_partners in steps:
@@ -148,7 +151,7 @@ def _passes(grid: Grid, steps: Steps) -> tuple[IntArray, IntArray]:
     return passes, places
 
 
-def _hosts(grid: Grid, s: int) -> IntArray:
+def hosts(grid: Grid | IntArray, s: int) -> IntArray:
     """Where the Q of each rank is when it visits the domain s further on, [domain, index]; s = 0: at home."""
     return np.roll(np.asarray(grid, dtype=np.int64), -s, axis=0)
 
@@ -160,13 +163,13 @@ Columns = tuple[IntArray, IntArray, IntArray]
 def _crossings(grid: Grid, crossing_steps: Sequence[int]) -> Iterator[Columns]:
     """Each Q to its twins; to the one s domains on in the step crossing_steps[s - 1]."""
     for s, step in zip(range(1, len(grid)), crossing_steps, strict=False):
-        yield _one_hop(_hosts(grid, 0), _hosts(grid, 0), _hosts(grid, s), step)
+        yield one_hop(hosts(grid, 0), hosts(grid, 0), hosts(grid, s), step)
 
 
 def _kv_exchanges(grid: Grid, steps: Steps, start: int) -> Iterator[Columns]:
     """KV to the KV partner of each step."""
     for step, (partners, _) in enumerate(steps, start):
-        yield _swap(_hosts(grid, 0), _hosts(grid, 0), partners, step)
+        yield swap(hosts(grid, 0), hosts(grid, 0), partners, step)
 
 
 def _q_exchanges(grid: Grid, steps: Steps, starts: Sequence[int]) -> Iterator[Columns]:
@@ -174,17 +177,17 @@ def _q_exchanges(grid: Grid, steps: Steps, starts: Sequence[int]) -> Iterator[Co
     for s, start in enumerate(starts):
         for step, (_, partners) in enumerate(steps, start):
             if partners is not None:
-                yield _swap(_hosts(grid, 0), _hosts(grid, s), partners, step)
+                yield swap(hosts(grid, 0), hosts(grid, s), partners, step)
 
 
-def _swap(home: IntArray, at: IntArray, partners: Matching, step: int) -> Columns:
+def swap(home: IntArray, at: IntArray, partners: Matching, step: int) -> Columns:
     """What is `at` ranks [domain, index] goes to the ranks with the partners' indices in the same domains."""
     swapping = [i for i, j in enumerate(partners) if j is not None]
     to = [j for j in partners if j is not None]
-    return _one_hop(home[:, swapping], at[:, swapping], at[:, to], step)
+    return one_hop(home[:, swapping], at[:, swapping], at[:, to], step)
 
 
-def _one_hop(home: IntArray, src: IntArray, dst: IntArray, step: int) -> Columns:
+def one_hop(home: IntArray, src: IntArray, dst: IntArray, step: int) -> Columns:
     path = np.stack([src.ravel(), dst.ravel()], axis=1)
     return home.ravel(), path, np.full((path.shape[0], 1), step, dtype=np.int64)
 

@@ -18,11 +18,15 @@ Grid = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a problem must be cut for a planner: into how many head groups, and each chunk into how many parts."""
+    """How a problem must be cut for a planner: into how many head groups, and each chunk into how many parts.
+
+    `least_chunks`: chunks that each shard must have; where the layout gives it fewer, all are cut into more parts.
+    """
 
     q_head_groups: int = 1
     kv_head_groups: int = 1
     chunk_parts: int = 1
+    least_chunks: int = 1
 
 
 def uncut(domains: Domains, num_heads: int, num_kv_heads: int) -> Shape:

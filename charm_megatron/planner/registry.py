@@ -6,6 +6,7 @@ program registers.
 """
 
 import pkgutil
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -91,9 +92,9 @@ def cut_problem(
     Raises `PlanError`, saying what would work, for an unknown name, or domains and heads that it cannot cut.
     """
     shape = _planner(name).shape_for(domains, num_heads, num_kv_heads)
-    return Problem(
-        refine(sharding, shape.chunk_parts), domains, mask, shape.q_head_groups, shape.kv_head_groups
-    )
+    fewest = min(Counter(sharding.home).values())
+    parts = max(shape.chunk_parts, -(-shape.least_chunks // fewest))
+    return Problem(refine(sharding, parts), domains, mask, shape.q_head_groups, shape.kv_head_groups)
 
 
 def _planner(name: str) -> Planner:

@@ -178,6 +178,7 @@ def byte_counts(rank, size):
         "ring",
         "rm_plus",
         "charm",
+        "charm_keep_kv",
         "charm_per_domain",
         "charm_together",
         "ulysses",

@@ -80,7 +80,8 @@ def test_the_five_networks_are_those_of_the_paper_and_differ_from_a_profile_in_o
     for network in made:
         network.profile.model_validate(network.profile.model_dump())
         assert (
-            "charm" in race(network, tokens_per_rank=8, repetitions=1).case.schedules or not network.crosses
+            "charm_keep_kv" in race(network, tokens_per_rank=8, repetitions=1).case.schedules
+            or not network.crosses
         )
 
 
@@ -89,14 +90,14 @@ def test_measured_ratios_stand_beside_those_of_the_same_row_of_the_paper():
     rows = [
         OperatorRow(name, direction, "x", True, ratio_to_first=factor * ccr, ccr=ccr)
         for ccr in RATIOS
-        for name, factor in (("ring", 1), ("rm_plus", 2), ("charm", 3))
+        for name, factor in (("ring", 1), ("rm_plus", 2), ("charm_keep_kv", 3))
         for direction in DIRECTIONS
     ]
     compared = compare(network, rows)
     assert [(row.seq_len, row.schedule, row.forward) for row in compared] == [
         (1792, "rm_plus", 0.5),
-        (1792, "charm", 0.75),
+        (1792, "charm_keep_kv", 0.75),
         (7168, "rm_plus", 2.0),
-        (7168, "charm", 3.0),
+        (7168, "charm_keep_kv", 3.0),
     ]
     assert compared[1].paper == pytest.approx(17.61 / 14.81)

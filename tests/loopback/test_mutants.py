@@ -59,6 +59,7 @@ PLAIN = [
     Case("ring", 1, 2, "zigzag", CAUSAL),
     Case("rm_plus", 1, 4, "contiguous", NO_MASK),
     Case("charm", 2, 2, "zigzag", CAUSAL),
+    Case("charm_keep_kv", 2, 2, "zigzag", CAUSAL),
     Case("charm_together", 2, 2, "zigzag", CAUSAL),
     Case("charm_per_domain", 2, 2, "contiguous", NO_MASK),
     Case("ulysses", 1, 2, "zigzag", CAUSAL),

@@ -93,14 +93,49 @@ def test_args_refuses_what_megatron_refuses() -> None:
     assert result.stderr.startswith("error: Megatron refuses these flags")
 
 
-def test_memory_shows_ring_and_charm_beside_the_papers_numbers() -> None:
+def test_memory_shows_the_ring_and_the_schedule_that_is_set_beside_the_papers_numbers() -> None:
     arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     assert "16 in 2 domains: batch 2, 16384 tokens" in result.stdout
-    rows = {line.split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines()}
-    assert rows["paper, equations 11 and 12"] == ["160", "192", "32"]
-    assert float(rows["peak"][1]) > float(rows["peak"][0])
+    rows = memory_rows(result.stdout, 2)
+    assert rows["MiB"] == ["ring", "charm"]
+    assert rows["paper, equations 11 and 12"] == ["160", "192"]
+    for direction in ("forward", "backward"):
+        parts = [rows[f"{direction}: {part}"] for part in ("foreign buffers", "own tensors", "total")]
+        for buffers, own, total in zip(*parts, strict=True):
+            assert float(total) == pytest.approx(float(buffers) + float(own), abs=1)
+    result = CliRunner().invoke(app, [*arguments, "--set", "charm.schedule=double_ring"])
+    assert memory_rows(result.stdout, 2)["MiB"] == ["ring", "double_ring"]
+
+
+def memory_rows(text: str, num_schedules: int) -> dict[str, list[str]]:
+    """The cells of each row of the first table, by label."""
+    return {line.split("  ")[0]: line.split()[-num_schedules:] for line in text.splitlines()}
+
+
+def test_memory_compares_any_schedules_and_refuses_unknown_ones_in_a_sentence() -> None:
+    arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384", "--schedules"]
+    result = CliRunner().invoke(app, [*arguments, "charm,charm_keep_kv,double_ring,charm"])
+    rows = memory_rows(result.stdout, 3)
+    assert rows["MiB"] == ["charm", "charm_keep_kv", "double_ring"]
+    bounded, kept, _ = map(float, rows["backward: foreign buffers"])
+    assert kept > 1.5 * bounded
+    for names, error in {
+        "ring,chram": "unknown schedule 'chram'; did you mean 'charm'?",
+        " , ": "--schedules ' , ' names no schedule; give some, such as ring,charm",
+        "tasp,dist_flash": "dist_flash balances a mask that looks only back over contiguous shards",
+    }.items():
+        result = CliRunner().invoke(app, [*arguments, names])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"error: {error}")
+        assert result.stderr.count("\n") == 1
+
+
+def test_memory_says_which_schedule_stands_in() -> None:
+    arguments = ["memory", str(FOLDER / "gpt_350m.yaml"), "--set", "variant=table_6_2x16384"]
+    result = CliRunner().invoke(app, [*arguments, "--set", "charm.keep_kv_mib=900"])
+    assert "charm: charm_keep_kv in place of charm, because its buffers take" in result.stdout
     assert any("45079 45423 +344 2,048" in " ".join(line.split()) for line in result.stdout.splitlines())
 
 

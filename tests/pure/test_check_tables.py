@@ -63,7 +63,16 @@ def passes(check, schedule):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
     "name",
-    ["ring", "charm", "charm_per_domain", "charm_together", "double_ring", "hierarchical", "attention_2d"],
+    [
+        "ring",
+        "charm",
+        "charm_keep_kv",
+        "charm_per_domain",
+        "charm_together",
+        "double_ring",
+        "hierarchical",
+        "attention_2d",
+    ],
 )
 def test_mutated_tables_that_pass_have_programs_that_pass(name, direction):
     (schedule,) = schedules(name, 2, 4, direction, "zigzag", Mask(9, 0))

@@ -60,7 +60,7 @@ def plain(name, domains, direction="forward", **options):
 # ---------------------------------------------------------------------- grids
 
 
-@pytest.mark.parametrize("name", ["charm", "charm_together"])
+@pytest.mark.parametrize("name", ["charm", "charm_keep_kv", "charm_together"])
 def test_the_grid_of_charm_over_two_domains(golden, name):
     made = schedule(name, cut(name, even_domains(4, 2), "zigzag", CAUSAL))
     golden(f"{name}_2x2_grid.txt", format_grid(made))
@@ -68,7 +68,7 @@ def test_the_grid_of_charm_over_two_domains(golden, name):
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("charm", "charm_2x4_grid.txt"), ("charm_together", "charm_together_figure_3_grid.txt")],
+    [("charm_keep_kv", "charm_keep_kv_2x4_grid.txt"), ("charm_together", "charm_together_figure_3_grid.txt")],
 )
 def test_the_grid_of_figure_3s_ranks_with_what_is_received(golden, name, file):
     made = schedule(name, cut(name, even_domains(8, 2)))
@@ -156,7 +156,7 @@ def charm_compute_steps(name, num_domains):
 
 
 @pytest.mark.parametrize("num_domains", [2, 3, 4])
-@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
+@pytest.mark.parametrize("name", ["charm_keep_kv", "charm_per_domain", "charm_together"])
 def test_of_charm_only_outputs_that_cross_are_exposed(name, num_domains):
     """One a rank where Qs visit one after the other: the earlier ones went home under later passes."""
     size = 4 * num_domains
@@ -169,7 +169,7 @@ def test_of_charm_only_outputs_that_cross_are_exposed(name, num_domains):
     assert got.traffic.across_bytes.tolist() == [(num_domains - 1) * (Q_BYTES + OUT_BYTES)] * size
 
 
-@pytest.mark.parametrize("name", ["charm", "charm_per_domain", "charm_together"])
+@pytest.mark.parametrize("name", ["charm_keep_kv", "charm_per_domain", "charm_together"])
 def test_of_charms_backward_the_last_partners_kv_gradient_is_exposed_too(name):
     made, wire = plain(name, even_domains(8, 2), "backward")
     got = report([made], wire)
@@ -223,7 +223,8 @@ def test_pairs_of_many_blocks_are_those_of_each(layout, mask):
         ("charm", even_domains(16, 4), 4, 4),
         ("charm_per_domain", even_domains(16, 4), 4, 4),
         ("charm_together", even_domains(8, 2), 4, 4),
-        ("charm", even_domains(4, 2), 2, 2),  # two ranks swap KV only: Q across and its output back
+        ("charm_keep_kv", even_domains(16, 4), 4, 4),
+        ("charm_keep_kv", even_domains(4, 2), 2, 2),  # two ranks swap KV only: Q across and its output back
         ("all_gather", one_domain(5), 1, 2),
     ],
 )

@@ -1,26 +1,41 @@
 """Predicted memory of attention, beside what the CHARM+ paper measured and computed."""
 
+import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from charm_megatron.cli.memory_tables import predict
+from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
-from charm_megatron.cost.memory import own_bytes
+from charm_megatron.cost.memory import own_bytes, saved_bytes
 from charm_megatron.paper.equations import memory_bytes
 from charm_megatron.paper.table_3 import HEAD_DIM, NUM_DOMAINS, RANKS_PER_DOMAIN, TABLE_3, Measured
-from charm_megatron.schedule.passes import BACKWARD, FORWARD
-from charm_megatron.topology import even_domains
+from charm_megatron.schedule.passes import BACKWARD, DIRECTIONS, FORWARD
+from charm_megatron.topology import Domains, even_domains
 from charm_megatron.workload import Workload
 
 pytestmark = pytest.mark.pure
+
+GRIDS = ((2, 4), (2, 8), (2, 16), (4, 8))
+"""Domains, and ranks in each."""
 
 CP_SIZE = NUM_DOMAINS * RANKS_PER_DOMAIN
 DOMAINS = even_domains(CP_SIZE, NUM_DOMAINS)
 
 
+def foreign_units(name, num_domains, per_domain, **settings):
+    """(forward, backward) foreign buffers of the worst rank; the unit is a rank's Q in float32."""
+    size = num_domains * per_domain
+    workload = Workload(1, 32 * size, 2, 2, 64, 64, "bfloat16")
+    config = CharmConfig(**settings)
+    memory = predict(name, workload, even_domains(size, num_domains), config).memory
+    return tuple(memory.passes[direction].buffer_bytes / (32 * 2 * 64 * 4) for direction in DIRECTIONS)
+
+
 def predicted_mb(name: str, row: Measured) -> float:
-    return predict(name, row.workload, DOMAINS, CharmConfig()).peak_bytes / 2**20
+    return predict(name, row.workload, DOMAINS, CharmConfig()).memory.worst.peak_bytes / 2**20
 
 
 PREDICTED_OVER_MEASURED = (1.14, 0.46, 3.81, 1.84, 0.29, 0.16, 0.87, 0.25)
@@ -30,7 +45,10 @@ def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_sixth_to_four_tim
     None
 ):
     """No bound of ours: the measured sums hold much that attention's buffers are not, and differ in that too."""
-    ratios = [(predicted_mb("charm", row) - predicted_mb("ring", row)) / row.difference_mb for row in TABLE_3]
+    ratios = [
+        (predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)) / row.difference_mb
+        for row in TABLE_3
+    ]
     assert ratios == pytest.approx(PREDICTED_OVER_MEASURED, rel=0.02)
 
 
@@ -42,7 +60,7 @@ def test_rows_of_one_size_are_predicted_alike_though_measured_differences_are_up
     pairs = [rows for rows in of_size.values() if len(rows) > 1]
     apart = []
     for first, second in pairs:
-        for name in ("ring", "charm"):
+        for name in ("ring", "charm", "charm_keep_kv"):
             assert predicted_mb(name, first) == predicted_mb(name, second)
         apart.append(second.difference_mb / first.difference_mb)
     assert apart == pytest.approx([712 / 344, 396 / 344])
@@ -79,9 +97,60 @@ def test_one_visiting_q_at_a_time_needs_two_and_a_half_of_those_four_buffers(row
     ring = g + 2 + 2 * 2 + 4 * 4
     charm = 3 * g + 3 * 2 + (2 * 4 + 2 * 2) + (2 + 2 + 1)
     one = 2 * row.batch * row.seq_len // CP_SIZE * row.num_heads * HEAD_DIM
-    difference_mb = predicted_mb("charm", row) - predicted_mb("ring", row)
+    difference_mb = predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)
     assert difference_mb * 2**20 == pytest.approx((charm - ring) * one)
     assert difference_mb < predicted_mb("charm_together", row) - predicted_mb("ring", row)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_foreign_buffers_of_charm_grow_neither_with_ranks_nor_with_domains(fuse):
+    units = [foreign_units("charm", *grid, fuse=fuse) for grid in GRIDS]
+    for by_grid, most in zip(zip(*units, strict=True), (6, 18), strict=True):
+        assert max(by_grid) <= min(1.05 * min(by_grid), most)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 3), (8, 4), (4, 6)])
+def test_foreign_buffers_of_charm_on_other_grids_are_not_larger(grid):
+    forward, backward = foreign_units("charm", *grid)
+    most_forward, most_backward = foreign_units("charm", 2, 8)
+    assert forward <= most_forward
+    assert backward <= most_backward
+
+
+def test_kept_kv_grows_with_the_ranks_of_a_domain():
+    (small, _), (large, _) = (foreign_units("charm_keep_kv", *grid) for grid in ((2, 8), (2, 16)))
+    assert large > small + 3.5  # four KVs more, in bfloat16 of two tensors
+
+
+def test_charm_keeps_kv_where_a_stated_limit_allows_it():
+    workload, domains = Workload(1, 512, 2, 2, 64, 64, "bfloat16"), even_domains(8, 2)
+    kept = predict("charm_keep_kv", workload, domains, CharmConfig())
+    needs = max(memory.buffer_bytes for memory in kept.memory.passes.values()) / 2**20
+    for limit, name in ((needs * 0.99, "charm"), (needs, "charm_keep_kv"), (0, "charm")):
+        plan = compile_attention(CharmConfig(keep_kv_mib=limit), domains, workload, "zigzag")
+        assert plan.name == name
+    assert compile_attention(
+        CharmConfig(schedule="ring", keep_kv_mib=9e9), domains, workload, "zigzag"
+    ).name == ("ring")
+    uneven = compile_attention(CharmConfig(keep_kv_mib=9e9), Domains((0,) * 3 + (1,) * 5), workload, "zigzag")
+    assert uneven.name == "rm_plus"
+
+
+def test_the_reason_says_what_kept_kv_takes():
+    workload = Workload(1, 512, 2, 2, 64, 64, "bfloat16")
+    plan = compile_attention(CharmConfig(keep_kv_mib=64), even_domains(8, 2), workload, "zigzag")
+    assert re.fullmatch(
+        r"in place of charm, because its buffers take 0\.\d MiB of keep_kv_mib 64", plan.reason
+    )
+
+
+def test_what_is_saved_between_the_passes_is_q_k_v_out_and_lse():
+    workload = Workload(2, 16, 4, 2, 8, 6, "bfloat16")
+    rows = 2 * 8
+    q, kv, out, lse = rows * 4 * 8, rows * 2 * 14, rows * 4 * 6, rows * 4
+    assert saved_bytes(workload, 2) == 2 * (q + kv + out) + 4 * lse
+    exact = replace(workload, dtype="float32")
+    assert saved_bytes(exact, 2) == 4 * (q + kv + out + lse)
 
 
 def test_own_tensors_are_counted_with_grouped_heads_and_scalars() -> None:
@@ -93,10 +162,4 @@ def test_own_tensors_are_counted_with_grouped_heads_and_scalars() -> None:
 
 
 def test_the_rings_buffers_do_not_grow_with_the_group() -> None:
-    ring = {
-        predict(
-            "ring", Workload(1, 64 * size, 2, 2, 8, 8, "bfloat16"), even_domains(size, 2), CharmConfig()
-        ).buffer_bytes
-        for size in (8, 16, 32)
-    }
-    assert len(ring) == 1
+    assert len({foreign_units("ring", 2, size) for size in (4, 8, 16)}) == 1

@@ -59,7 +59,7 @@ def test_plan_prints_the_grid_and_the_numbers_of_both_passes(run):
     assert "charm backward" in result.stdout
     assert "q0 q7 kv0 kv7 causal" in result.stdout
     assert "g0 g7 kv0 kv7 causal" in result.stdout
-    assert rows(result.stdout, "longest chain of transfers that need each other:") == [["2"], ["2"]]
+    assert rows(result.stdout, "longest chain of transfers that need each other:") == [["4"], ["4"]]
 
 
 def test_a_pass_may_be_asked_for_alone(run):
@@ -175,7 +175,7 @@ def test_compare_puts_schedules_side_by_side_against_the_first(run):
     result = run(
         "plan",
         "--compare",
-        "ring,rm_plus,charm",
+        "ring,rm_plus,charm_keep_kv",
         "--nodes",
         "2",
         "--ranks-per-node",
@@ -187,7 +187,7 @@ def test_compare_puts_schedules_side_by_side_against_the_first(run):
     assert rows(result.stdout, "steps")[0] == ["7", "5", "7"]
     assert rows(result.stdout, "compute steps") == [
         ["8", "5", "6"]
-    ]  # charm: two passes of 3 compute steps, and outputs home
+    ]  # charm_keep_kv: two passes of 3 compute steps, and outputs home
     assert rows(result.stdout, "longest chain of transfers") == [["7", "2", "4"]]
     speeds = rows(result.stdout, "speed, ring = 1")[0]
     assert speeds[0] == "1.00"
@@ -328,9 +328,10 @@ def test_check_sums_up_each_pass(run, saved):
     assert result.exit_code == 0
     assert "charm is right: 4 ranks on 2 nodes, zigzag, mask causal, 256 tokens" in result.stdout
     forward = rows(result.stdout, "forward")[0]
-    # steps: two passes of 2 compute steps, and outputs home; blocks: 8 * 9 / 2; messages: 3 a rank
-    assert forward[:3] == ["5", "36", "12"]
-    assert " ".join(forward[3:]).startswith("7 kv, 6 o, 6 q")  # halves where that is enough
+    # steps: the KV exchange; two visits of one exchange, with empty steps; outputs home; blocks: 8 * 9 / 2
+    # messages: 4 of KV; 6 half Qs across, 6 to partners; as many outputs the same ways back
+    assert forward[:3] == ["7", "36", "28"]
+    assert " ".join(forward[3:]).startswith("6 kv, 12 o, 12 q")  # halves where that is enough
 
 
 def test_a_faulty_schedule_ends_with_code_1_and_its_first_fault(run, saved):

@@ -1,7 +1,7 @@
 """Each planner's schedule is what its paper says it is."""
 
 from collections import Counter, defaultdict
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -239,7 +239,7 @@ def test_dist_flash_takes_half_the_rounds_of_a_ring_and_balances_blocks(size):
 
 # ---------------------------------------------------------------------- charm, one domain's queries at a time
 
-PER_DOMAIN = ("charm_per_domain", "charm")
+PER_DOMAIN = ("charm_per_domain", "charm_keep_kv")
 
 
 def exchange_bytes(q_bytes, stat_bytes, direction):
@@ -309,9 +309,51 @@ def test_inside_a_domain_each_step_of_charm_is_a_matching_on_either_side(name):
             assert len({src for src, _ in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize(("name", "num_domains"), list(product((*PER_DOMAIN, "charm_together"), (1, 8))))
+@pytest.mark.parametrize(
+    ("name", "num_domains"), list(product(("charm", *PER_DOMAIN, "charm_together"), (1, 8)))
+)
 def test_with_one_domain_or_one_rank_in_each_charm_is_rm_plus(name, num_domains):
     domains = even_domains(8, num_domains)
     for direction in DIRECTIONS:
         made, flat = (schedule(other, cut(other, domains), direction) for other in (name, "rm_plus"))
         assert [made.program(rank) for rank in range(8)] == [flat.program(rank) for rank in range(8)]
+
+
+# ---------------------------------------------------------------------- charm, half a shard of queries at a time
+
+
+def test_visits_of_charm_come_one_after_the_other_between_its_own_exchanges():
+    num_domains, size = 3, 4
+    domains = even_domains(num_domains * size, num_domains)
+    problem = cut("charm", domains, "zigzag", NO_MASK)
+    made = schedule("charm", problem)
+    halves = [
+        problem.sharding.chunks_of(home).index(chunk) for chunk, home in enumerate(problem.sharding.home)
+    ]
+    own = {hop[0] for hop in hops_of(made, "kv")}
+    visits = {}  # (distance, half): steps in which Q goes to the ranks of the visited domain
+    for step, chunk, src, dst in hops_of(made, "q"):
+        home = problem.sharding.home[chunk]
+        distance = (domains.domain_of[dst] - domains.domain_of[home]) % num_domains
+        if not distance:
+            own.add(step)
+        elif not domains.crosses(src, dst):
+            visits.setdefault((distance, halves[chunk]), set()).add(step)
+    assert sorted(visits) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    spans = [(min(visits[visit]), max(visits[visit])) for visit in sorted(visits)]
+    assert all(len(steps) == size - 1 for steps in visits.values())
+    assert all(end < start for (_, end), (start, _) in pairwise(spans))
+    assert min(own) < spans[0][0]
+    assert max(own) > spans[-1][1]
+
+
+def test_the_next_half_crosses_under_each_visit_and_outputs_go_home_before_the_end():
+    domains = even_domains(12, 3)
+    problem = cut("charm", domains, "zigzag", NO_MASK)
+    made = schedule("charm", problem)
+    crossing = sorted({hop[0] for hop in hops_of(made, "q") if domains.crosses(*hop[2:])})
+    returning = sorted({hop[0] for hop in hops_of(made, "o") if domains.crosses(*hop[2:])})
+    assert len(crossing) == len(returning) == 4
+    assert crossing[0] == 0
+    assert all(out > into for into, out in zip(crossing[2:], returning, strict=False))
+    assert returning[-1] < made.num_compute_steps

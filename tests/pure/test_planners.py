@@ -132,7 +132,7 @@ UNEQUAL = Domains((0, 1, 1, 0, 1))
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_unequal_domains_are_planned_or_refused_in_one_sentence_that_says_what_would_work(name):
-    needs_equal = {"charm", "charm_per_domain", "charm_together", "double_ring"}
+    needs_equal = {"charm", "charm_keep_kv", "charm_per_domain", "charm_together", "double_ring"}
     needs_equal |= {"hierarchical", "hierarchical_ring_inside"}
     if name in needs_equal:
         problem = Problem(make_sharding("contiguous", 5, 40), UNEQUAL)

@@ -37,10 +37,10 @@ def schedule(name, made, pass_=FORWARD, **options):
     return made_schedule
 
 
-NAMES = ("ring", "rm_plus", "charm", "charm_together")
+NAMES = ("ring", "rm_plus", "charm", "charm_keep_kv", "charm_together")
 """The rest are in test_planners."""
 
-CHARMS = ("charm", "charm_per_domain", "charm_together")
+CHARMS = ("charm", "charm_keep_kv", "charm_per_domain", "charm_together")
 
 GRIDS = [(1, n) for n in range(1, 10)] + [
     (2, 1),
@@ -137,6 +137,13 @@ def test_figure_3_of_the_paper_is_the_program_of_rank_3(golden):
 def test_the_program_of_rank_3_with_one_visiting_q_at_a_time(golden):
     """8 ranks, 2 domains: Q0, K1 V1, K2 V2 for the own Q while Q7 arrives; Q4 for Q7 against KV that is kept."""
     made = problem(2, 4, layout="contiguous", mask=NO_MASK)
+    program = schedule("charm_keep_kv", made).program(3)
+    golden("charm_keep_kv_2x4_rank_3.txt", "\n".join(map(str, program)) + "\n")
+
+
+def test_the_program_of_rank_3_with_half_a_visiting_q_at_a_time(golden):
+    """8 ranks, 2 domains: own Q halves go to rank 0; Q7's halves visit ranks 0, 1 and 2; then K1 V1 and K2 V2."""
+    made = problem(2, 4, mask=NO_MASK)
     golden("charm_2x4_rank_3.txt", "\n".join(map(str, schedule("charm", made).program(3))) + "\n")
 
 
@@ -191,7 +198,7 @@ def test_bytes_of_ring_and_rm_plus_equal_the_formulas(size, group, pass_):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4), (4, 4), (4, 2), (2, 8)])
-@pytest.mark.parametrize("name", ["charm", "charm_together"])
+@pytest.mark.parametrize("name", ["charm_keep_kv", "charm_together"])
 def test_bytes_of_charm_equal_the_formulas_inside_and_across(name, grid, pass_):
     """KV is sent once, whether the visiting Qs meet it all at once or one after the other."""
     num_domains, size = grid
@@ -199,6 +206,17 @@ def test_bytes_of_charm_equal_the_formulas_inside_and_across(name, grid, pass_):
     kv, q = exchange_bytes(rows, 1, pass_)
     assert set(sent.across_bytes) == {(num_domains - 1) * q}
     assert set(sent.inside_bytes) == {size // 2 * kv + num_domains * (size // 2 - 1) * q}
+
+
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("grid", [(2, 2), (2, 4), (4, 4), (4, 2), (2, 8)])
+def test_charm_sends_kv_once_and_a_visiting_q_to_every_rank_of_the_domain(grid, pass_):
+    num_domains, size = grid
+    sent, rows = sent_bytes("charm", grid, pass_)
+    kv, q = exchange_bytes(rows, 1, pass_)
+    assert set(sent.across_bytes) == {(num_domains - 1) * q}
+    own = size // 2 * kv + (size // 2 - 1) * q
+    assert set(sent.inside_bytes) == {own + (num_domains - 1) * (size - 1) * q}
 
 
 def test_a_causal_ring_with_contiguous_chunks_sends_less_than_its_formula():

@@ -30,7 +30,16 @@ KIND_OF = {
 }
 NO_TIME = Link(1e30)
 FREE = 1e30
-NAMES = ("ring", "rm_plus", "charm", "charm_per_domain", "charm_together", "double_ring", "pass_q")
+NAMES = (
+    "ring",
+    "rm_plus",
+    "charm",
+    "charm_keep_kv",
+    "charm_per_domain",
+    "charm_together",
+    "double_ring",
+    "pass_q",
+)
 
 
 def setup(name, num_domains, size, pass_=FORWARD, *, layout="contiguous", mask=NO_MASK):

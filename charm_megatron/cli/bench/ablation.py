@@ -27,7 +27,7 @@ def ablation_command(
     ] = 3,
     json_file: options.JsonRows = None,
 ) -> None:
-    """Race ring, rm_plus and charm on networks like those of the CHARM+ paper's Table 4; needs root to shape them."""
+    """Race ring, rm_plus and charm_keep_kv on networks like those of CHARM+'s Table 4; needs root to shape them."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns that its peers have no names
     from charm_megatron.bench.ablation import compare, paper_networks, race
     from charm_megatron.cli.bench.races import Runner, as_rows, require_own_ranks, wide_console, write_json
