@@ -115,7 +115,9 @@ def arrivals(decisions: Decisions, cuts: list[_Cut]) -> dict[Side, IntArray]:
         later = (np.diff(routes.steps, axis=1) > 0) | ~live[:, 1:]
         _require(later.all(axis=1), routes, slice(None), "goes on in a step in which it is still arriving")
         target = _at(problem, routes.pieces[:, None], routes.path[:, 1:])[live]
-        if (state[target] != NEVER).any() or np.bincount(target).max(initial=0) > 1:
+        is_new = (state[target] == NEVER).all()
+        state[target] = numbers = np.arange(len(target))  # of equal targets only the last remains
+        if not is_new or (state[target] != numbers).any():
             raise ScheduleFault(f"a {routes.side} piece reaches a rank twice")
         state[target] = routes.steps[live]
     return arrive
