@@ -175,12 +175,15 @@ class ContextParallelAttention(torch.autograd.Function):
         ctx.call, ctx.softmax_scale, ctx.probabilities = call, softmax_scale, result.probabilities
         ctx.save_for_backward(q, k, v, result.out, result.lse)
         ctx.mark_non_differentiable(result.lse)
+        ctx.set_materialize_grads(False)
         return result.out, result.lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, _ = grads
+        if dout is None:  # nothing depends on out, on no rank
+            return None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         result = ForwardResult(out, lse, ctx.probabilities)
         with torch.autocast(q.device.type, enabled=False):

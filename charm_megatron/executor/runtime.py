@@ -145,10 +145,14 @@ class AttentionRuntime:
         `checked` says for which layer of a model this is, on all ranks or none: then the first use of each plan is
         checked, as `self_check` in the configuration says. Raises `SelfCheckFailed` on all ranks of the group.
         """
-        return self.attention_with_lse(
+        out: Tensor
+        out, _ = self.attention_with_lse(
             q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout, checked=checked
-        )[0]
+        )
+        return out
 
+    # torch.compile would make a graph of each transfer.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention_with_lse(
         self,
         q: Tensor,

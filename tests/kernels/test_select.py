@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
         ("torch", "cpu", torch.float64, TorchCpuKernel),
         ("reference", "cpu", torch.float32, ReferenceKernel),
         ("auto", "cuda", torch.bfloat16, TorchCudaKernel),
-        ("auto", "cuda", torch.float32, ReferenceKernel),
+        ("reference", "cuda", torch.float32, ReferenceKernel),
         ("auto", "xpu", torch.bfloat16, ReferenceKernel),
     ],
 )
@@ -28,13 +28,22 @@ def test_selection_takes_the_fastest_kernel_that_fits(
     assert selection.reason.startswith(selection.kernel.name)
 
 
-def test_selection_gives_the_reason_for_a_slower_kernel() -> None:
-    assert select_kernel("auto", BlockSizes("cuda", torch.float32, 64, 64)).reason == (
-        "reference, because torch's flash attention on cuda takes bfloat16, float16, not float32"
-    )
-    assert (
-        "up to 256 wide, not 264" in select_kernel("auto", BlockSizes("cuda", torch.float16, 260, 64)).reason
-    )
+@pytest.mark.parametrize(
+    ("dtype", "width", "why"),
+    [
+        (torch.float32, 64, "takes bfloat16, float16, not float32"),
+        (torch.float16, 260, "up to 256 wide, not 264"),
+    ],
+)
+def test_whole_matrices_of_logits_are_held_on_a_gpu_only_where_that_is_asked_for(
+    dtype: torch.dtype, width: int, why: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        select_kernel("auto", BlockSizes("cuda", dtype, width, 64))
+    assert why in str(error.value)
+    assert str(error.value).endswith("use 'reference', which holds all logits of a block")
+    chosen = select_kernel("reference", BlockSizes("cuda", dtype, width, 64))
+    assert chosen.reason == "reference, because the setting names it"
 
 
 def test_selection_tells_of_padding() -> None:
@@ -50,7 +59,7 @@ def test_selection_tells_of_padding() -> None:
     ("name", "device_type", "dtype", "message"),
     [
         ("torhc", "cpu", torch.float32, "unknown kernel 'torhc'; did you mean 'torch'"),
-        ("torch", "cuda", torch.float32, "takes bfloat16, float16, not float32; use 'auto' or 'reference'"),
+        ("torch", "cuda", torch.float32, "takes bfloat16, float16, not float32; use 'reference'"),
         ("torch", "cpu", torch.float8_e4m3fn, "not float8_e4m3fn"),
     ],
 )
