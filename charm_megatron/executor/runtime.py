@@ -151,8 +151,6 @@ class AttentionRuntime:
         )
         return out
 
-    # torch.compile would make a graph of each transfer.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attention_with_lse(
         self,
         q: Tensor,
