@@ -38,10 +38,10 @@ def predicted_mb(name: str, row: Measured) -> float:
     return predict(name, row.workload, DOMAINS, CharmConfig()).memory.worst.peak_bytes / 2**20
 
 
-PREDICTED_OVER_MEASURED = (1.14, 0.46, 3.81, 1.84, 0.29, 0.16, 0.87, 0.25)
+PREDICTED_OVER_MEASURED = (1.01, 0.40, 3.37, 1.63, 0.26, 0.14, 0.77, 0.225)
 
 
-def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_sixth_to_four_times_what_was_measured() -> (
+def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_seventh_to_three_and_a_half_times_what_was_measured() -> (
     None
 ):
     """No bound of ours: the measured sums hold much that attention's buffers are not, and differ in that too."""
@@ -85,17 +85,16 @@ def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth_with_all_v
 
 
 @pytest.mark.parametrize("row", TABLE_3, ids=str)
-def test_one_visiting_q_at_a_time_needs_two_and_a_half_of_those_four_buffers(row: Measured) -> None:
+def test_one_visiting_q_at_a_time_needs_a_little_more_than_two_of_those_four_buffers(row: Measured) -> None:
     """Worked out from the programs, where they hold most, in the backward; one is a rank's Q in bfloat16.
 
-    A Q with dout, lse and delta is `g`; a KV is 2, a dKV in float32 is 4, and so is half a dKV packed to be sent 2.
-    Ring: the own g and KV; two KVs; four dKVs. Charm: three g (own, visiting, its partner's); three KVs (own, two
-    partners'); dKVs of both partners, and half of each on its way; a partner's dq, once more as it is sent, and
-    half of the own one on its way home.
+    A Q with dout, lse and delta is `g`; a KV is 2, a dKV in float32 is 4, across domains 2. Ring: two KVs, three dKVs
+    and one that crosses. Charm: half a visiting g and what stands in for its out; a KV; three dKVs and halves of two;
+    halves of three dqs.
     """
     g = 2 + 4 * 2 / (2 * HEAD_DIM)
-    ring = g + 2 + 2 * 2 + 4 * 4
-    charm = 3 * g + 3 * 2 + (2 * 4 + 2 * 2) + (2 + 2 + 1)
+    ring = 2 * 2 + 3 * 4 + 2
+    charm = (g + 1) / 2 + 2 + (3 * 4 + 2 * 2) + 3 * 1
     one = 2 * row.batch * row.seq_len // CP_SIZE * row.num_heads * HEAD_DIM
     difference_mb = predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)
     assert difference_mb * 2**20 == pytest.approx((charm - ring) * one)
@@ -104,17 +103,19 @@ def test_one_visiting_q_at_a_time_needs_two_and_a_half_of_those_four_buffers(row
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_foreign_buffers_of_charm_grow_neither_with_ranks_nor_with_domains(fuse):
-    units = [foreign_units("charm", *grid, fuse=fuse) for grid in GRIDS]
-    for by_grid, most in zip(zip(*units, strict=True), (6, 18), strict=True):
+    """With four ranks in a domain, less is under way at one time."""
+    least, *units = (foreign_units("charm", *grid, fuse=fuse) for grid in GRIDS)
+    for small, by_grid, most in zip(least, zip(*units, strict=True), (6, 18), strict=True):
         assert max(by_grid) <= min(1.05 * min(by_grid), most)
+        assert small <= max(by_grid)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 3), (8, 4), (4, 6)])
 def test_foreign_buffers_of_charm_on_other_grids_are_not_larger(grid):
     forward, backward = foreign_units("charm", *grid)
     most_forward, most_backward = foreign_units("charm", 2, 8)
-    assert forward <= most_forward
-    assert backward <= most_backward
+    assert forward <= 1.05 * most_forward
+    assert backward <= 1.05 * most_backward
 
 
 def test_kept_kv_grows_with_the_ranks_of_a_domain():
@@ -158,7 +159,7 @@ def test_own_tensors_are_counted_with_grouped_heads_and_scalars() -> None:
     rows = 2 * 8
     q, kv, out, lse = rows * 4 * 8, rows * 2 * 14, rows * 4 * 6, rows * 4
     assert own_bytes(workload, 2, FORWARD) == 2 * (q + kv) + (4 + 2) * out + 4 * lse
-    assert own_bytes(workload, 2, BACKWARD) == 2 * (q + kv + 2 * out) + (4 + 2) * (q + kv) + 8 * lse
+    assert own_bytes(workload, 2, BACKWARD) == 2 * (q + kv + 2 * out) + (4 + 2) * (q + kv) + 4 * lse
 
 
 def test_the_rings_buffers_do_not_grow_with_the_group() -> None:
