@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 
 from charm_megatron.config import CharmConfig
-from charm_megatron.cost.memory import attention_memory
+from charm_megatron.cost.buffers import peak_buffers
+from charm_megatron.cost.memory import spread_ranks
 from charm_megatron.cost.report import Report, report
 from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.errors import PlanError, shortened
-from charm_megatron.lowering.decisions import NamedMethod
+from charm_megatron.lowering.decisions import Method, NamedMethod
 from charm_megatron.lowering.schedules import make_schedules
 from charm_megatron.lowering.storage import Storage, plan_storage
 from charm_megatron.planner import cut_problem, plan
@@ -31,6 +32,8 @@ from charm_megatron.verify.programs import check_schedule
 from charm_megatron.workload import Workload
 
 SCHEDULE_FILE_SUFFIX = ".json"
+MOST_RANKS_COUNTED = 8
+"""Whose buffers decide whether KV is kept: to count those of all takes longer than to plan."""
 MOST_LISTED_CHARACTERS = 30
 """Of domains and masks in messages that name two of each."""
 
@@ -128,18 +131,33 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
     Raises `PlanError` or `WorkloadError` for what cannot be, saying what would work, `ScheduleSyntaxError` for a file
     that cannot be read, and `ScheduleFault` for one whose schedule is wrong.
     """
-    notes: tuple[str, ...] = ()
-    kept = _with_kv_kept(config, domains, workload, layout)
-    if kept is not None:
-        return kept
     if is_schedule_file(config.schedule):
-        forward, backward = _written(Path(config.schedule), domains, workload, layout)
-        reason = "as written"
-    else:
-        name, reason = _name_for(config.schedule, domains)
-        named = _planned(name, domains, workload, layout)
-        options, notes = PostOptions(config.prefetch_depth, config.fuse), named.method.notes
-        forward, backward = (make_schedules(named, direction, options) for direction in DIRECTIONS)
+        schedules = _written(Path(config.schedule), domains, workload, layout)
+        return _plan(config, workload, schedules, "as written")
+    name, reason = _name_for(config.schedule, domains)
+    if name == "charm" and config.keep_kv_mib:
+        kept = _lowered(
+            config, NamedMethod(name, _planned("charm_keep_kv", domains, workload, layout)), workload
+        )
+        needed_mib = _buffer_bytes(kept) / 2**20
+        if needed_mib <= config.keep_kv_mib:
+            return replace(kept, reason=f"{reason}; KV is kept, in {needed_mib:.1f} MiB of buffers")
+        reason += f"; KV is not kept, which would take {needed_mib:.1f} MiB of buffers"
+    named = NamedMethod(name, _planned(name, domains, workload, layout))
+    return replace(_lowered(config, named, workload), reason=reason)
+
+
+def _lowered(config: CharmConfig, named: NamedMethod, workload: Workload) -> Plan:
+    """What a planner has made, as a plan without a reason."""
+    options = PostOptions(config.prefetch_depth, config.fuse)
+    forward, backward = (make_schedules(named, direction, options) for direction in DIRECTIONS)
+    return _plan(config, workload, (forward, backward), "", named.method.notes)
+
+
+def _plan(
+    config: CharmConfig, workload: Workload, schedules: "Passes", reason: str, notes: tuple[str, ...] = ()
+) -> Plan:
+    forward, backward = schedules
     wire = make_wire_format(
         workload,
         forward[0].problem,
@@ -149,19 +167,13 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
     return Plan(forward, backward, wire, reason, notes)
 
 
-def _with_kv_kept(config: CharmConfig, domains: Domains, workload: Workload, layout: str) -> Plan | None:
-    """The plan that keeps KV, in place of charm's, if its buffers are within `keep_kv_mib`."""
-    if config.schedule != "charm" or not config.keep_kv_mib or not domains.are_even:
-        return None
-    plan = compile_attention(
-        config.model_copy(update={"schedule": "charm_keep_kv"}), domains, workload, layout
+def _buffer_bytes(plan: Plan) -> int:
+    """Memory of a run, of those of some ranks that need most."""
+    return max(
+        peak_buffers(schedule, plan.wire, rank).pool_bytes
+        for schedule in plan.schedules
+        for rank in spread_ranks(plan.problem.cp_size, MOST_RANKS_COUNTED)
     )
-    passes = attention_memory(plan.schedules, plan.wire).passes.values()
-    most_mib = max(memory.buffer_bytes for memory in passes) / 2**20
-    if most_mib > config.keep_kv_mib:
-        return None
-    reason = f"in place of charm, because its buffers take {most_mib:.1f} MiB of keep_kv_mib {config.keep_kv_mib:g}"
-    return replace(plan, reason=reason)
 
 
 def is_schedule_file(schedule: str) -> bool:
@@ -169,11 +181,11 @@ def is_schedule_file(schedule: str) -> bool:
     return schedule.endswith(SCHEDULE_FILE_SUFFIX)
 
 
-def _planned(name: str, domains: Domains, workload: Workload, layout: str) -> NamedMethod:
+def _planned(name: str, domains: Domains, workload: Workload, layout: str) -> Method:
     sharding = make_sharding(layout, domains.cp_size, workload.seq_len, workload.mask.documents)
     heads, kv_heads = workload.num_heads, workload.num_kv_heads
     problem = cut_problem(name, sharding, domains, workload.mask, num_heads=heads, num_kv_heads=kv_heads)
-    return plan(name, problem)
+    return plan(name, problem).method
 
 
 Passes = tuple[tuple[Schedule, ...], tuple[Schedule, ...]]

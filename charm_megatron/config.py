@@ -46,11 +46,11 @@ class CharmConfig(Section):
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
     keep_kv_mib: float = Field(
-        0,
+        2048,
         ge=0,
         allow_inf_nan=False,
-        description="Let charm keep the KV that it has received, as charm_keep_kv does, where all buffers of a rank "
-        "then take at most this many MiB: fewer bytes inside a domain, for memory that grows with the domain.",
+        description="charm keeps the KV that it has received, for fewer bytes inside a domain, where all buffers of a "
+        "rank then take at most this many MiB; 0: never. Without, they grow neither with ranks nor with domains.",
     )
     domains: Literal["hosts", "numa", "nvlink"] | NumDomains | DomainFile = Field(
         "hosts",

@@ -59,7 +59,7 @@ def memory_command(
         soft_wrap=True,
     )
     console.print(prediction_table(predictions))
-    for line in filter(None, (prediction.stand_in for prediction in predictions)):
+    for line in filter(None, (prediction.remark for prediction in predictions)):
         console.print(line, markup=False, soft_wrap=True)
     console.print(
         f"\nTable 3 of the CHARM+ paper, MB: {NUM_DOMAINS * RANKS_PER_DOMAIN} L20, measured, and "

@@ -29,10 +29,9 @@ class Prediction:
     memory: AttentionMemory
 
     @property
-    def stand_in(self) -> str | None:
-        """A line that says which other schedule stands in, if one does."""
-        instead = self.plan.name != self.name and self.plan.reason.startswith("in place of")
-        return f"{self.name}: {self.plan.name} {self.plan.reason}" if instead else None
+    def remark(self) -> str | None:
+        """A line that says why it is planned so, where that is not simply as it was set."""
+        return None if self.plan.reason in ("as set", "as written") else f"{self.name}: {self.plan.reason}"
 
 
 def domains_for(known: Domains | None, cp_size: int, ranks_per_node: int | None) -> Domains:

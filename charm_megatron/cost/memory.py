@@ -52,9 +52,9 @@ class AttentionMemory:
         return max(self.passes.values())
 
 
-def spread_ranks(cp_size: int) -> range:
-    """The ranks that stand for all: each, or `MOST_RANKS` at most of a larger group."""
-    return range(0, cp_size, -(-cp_size // MOST_RANKS))
+def spread_ranks(cp_size: int, most: int = MOST_RANKS) -> range:
+    """The ranks that stand for all: each, or `most` at most of a larger group."""
+    return range(0, cp_size, -(-cp_size // most))
 
 
 def attention_memory(phases: Sequence[Schedule], wire: WireFormat) -> AttentionMemory:

@@ -29,7 +29,7 @@ def foreign_units(name, num_domains, per_domain, **settings):
     """(forward, backward) foreign buffers of the worst rank; the unit is a rank's Q in float32."""
     size = num_domains * per_domain
     workload = Workload(1, 32 * size, 2, 2, 64, 64, "bfloat16")
-    config = CharmConfig(**settings)
+    config = CharmConfig(keep_kv_mib=0, **settings)
     memory = predict(name, workload, even_domains(size, num_domains), config).memory
     return tuple(memory.passes[direction].buffer_bytes / (32 * 2 * 64 * 4) for direction in DIRECTIONS)
 
@@ -41,9 +41,7 @@ def predicted_mb(name: str, row: Measured) -> float:
 PREDICTED_OVER_MEASURED = (1.01, 0.40, 3.37, 1.63, 0.26, 0.14, 0.77, 0.225)
 
 
-def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_seventh_to_three_and_a_half_times_what_was_measured() -> (
-    None
-):
+def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_seventh_to_three_times_the_measured() -> None:
     """No bound of ours: the measured sums hold much that attention's buffers are not, and differ in that too."""
     ratios = [
         (predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)) / row.difference_mb
@@ -126,10 +124,15 @@ def test_kept_kv_grows_with_the_ranks_of_a_domain():
 def test_charm_keeps_kv_where_a_stated_limit_allows_it():
     workload, domains = Workload(1, 512, 2, 2, 64, 64, "bfloat16"), even_domains(8, 2)
     kept = predict("charm_keep_kv", workload, domains, CharmConfig())
-    needs = max(memory.buffer_bytes for memory in kept.memory.passes.values()) / 2**20
-    for limit, name in ((needs * 0.99, "charm"), (needs, "charm_keep_kv"), (0, "charm")):
-        plan = compile_attention(CharmConfig(keep_kv_mib=limit), domains, workload, "zigzag")
-        assert plan.name == name
+    needs = kept.memory.pool_bytes / 2**20
+    for limit, keeps in ((needs * 0.99, False), (needs, True), (0, False)):
+        config = CharmConfig(keep_kv_mib=limit)
+        plan = compile_attention(config, domains, workload, "zigzag")
+        assert plan.name == "charm"
+        steps = [phase.num_comm_steps for phase in plan.schedules]
+        of_kept = CharmConfig(schedule="charm_keep_kv")
+        wanted = compile_attention(of_kept, domains, workload, "zigzag").schedules
+        assert (steps == [phase.num_comm_steps for phase in wanted]) == keeps
     assert compile_attention(
         CharmConfig(schedule="ring", keep_kv_mib=9e9), domains, workload, "zigzag"
     ).name == ("ring")
@@ -139,10 +142,13 @@ def test_charm_keeps_kv_where_a_stated_limit_allows_it():
 
 def test_the_reason_says_what_kept_kv_takes():
     workload = Workload(1, 512, 2, 2, 64, 64, "bfloat16")
-    plan = compile_attention(CharmConfig(keep_kv_mib=64), even_domains(8, 2), workload, "zigzag")
-    assert re.fullmatch(
-        r"in place of charm, because its buffers take 0\.\d MiB of keep_kv_mib 64", plan.reason
-    )
+    for limit, words in (
+        (64, r"as set; KV is kept, in 0\.\d MiB of buffers"),
+        (0.1, r"as set; KV is not kept, which would take 0\.\d MiB of buffers"),
+        (0, "as set"),
+    ):
+        plan = compile_attention(CharmConfig(keep_kv_mib=limit), even_domains(8, 2), workload, "zigzag")
+        assert re.fullmatch(words, plan.reason)
 
 
 def test_what_is_saved_between_the_passes_is_q_k_v_out_and_lse():

@@ -20,7 +20,9 @@ MODEL_NAMES = ("gpt_350m_64x4096", "gpt_8b_32k")
 
 def host_command(
     models: Annotated[str, option("Which of them, separated by commas.", MODEL)] = ",".join(MODEL_NAMES),
-    schedules: Annotated[str, option(f"{options.SCHEDULES_HELP}.", SCHEDULE)] = "charm,ring,double_ring",
+    schedules: Annotated[
+        str, option(f"{options.SCHEDULES_HELP}.", SCHEDULE)
+    ] = "charm,charm_keep_kv,ring,double_ring",
     nodes: Annotated[
         int, option("Domains that the ranks fall into.", GROUP, callback=between(1, MOST_OWN_RANKS))
     ] = 2,
