@@ -71,10 +71,6 @@ def _require_for_nccl(case: OperatorCase) -> None:
             "modelled computation (--compute modelled, --ccr) waits on the CPU, for which no GPU waits; leave it out, "
             "or set CUDA_VISIBLE_DEVICES= for gloo on CPUs"
         )
-    if not case.settings.fuse:
-        raise InvalidInput(
-            "over NCCL, transfers of a step that are posted apart may wait for each other forever; add --fuse"
-        )
     if case.peers:
         raise InvalidInput(
             "peers run on CPUs only, on torch's CPU operators; leave --peers out, or set CUDA_VISIBLE_DEVICES="

@@ -8,6 +8,10 @@ from charm_megatron.cli.options import MODEL, OUTPUT, SCHEDULE, one_of, option
 from charm_megatron.errors import InvalidInput, quoted
 from charm_megatron.paper.table_2 import H100
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
+from charm_megatron.schedule.queues import Queues
+
+COMMUNICATORS = {"host": None, "one": Queues(1), "two": Queues(2)}
+"""By what `--communicators` takes."""
 
 
 def plan_command(
@@ -51,6 +55,15 @@ def plan_command(
         ),
     ] = H100.across_bytes_per_s,
     latency_s: Annotated[float, option("Latency of every transfer.", MODEL)] = 0.0,
+    communicators: Annotated[
+        str,
+        option(
+            "Times as over NCCL with one communicator, or with two, inside domains and across; host: each transfer "
+            "goes by itself.",
+            MODEL,
+            callback=one_of(tuple(COMMUNICATORS)),
+        ),
+    ] = "host",
     own_links: Annotated[
         bool, option("In pictures no transfer waits for another of its rank.", MODEL, "--own-links")
     ] = False,
@@ -87,6 +100,8 @@ def plan_command(
     from charm_megatron.cli.plan_output import ModelRates, PlanOutput, show_plans
     from charm_megatron.cli.plan_request import PlanRequest
 
+    if communicators == "two" and fuse:
+        raise InvalidInput("with --communicators two posts are made lane by lane; leave --fuse out")
     request = PlanRequest(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -99,7 +114,7 @@ def plan_command(
         batch=batch,
         dtype=dtype,
         prefetch_depth=prefetch_depth,
-        fuse=fuse,
+        fuse=False if fuse is None and communicators == "two" else fuse,
         out_return_dtype=out_return_dtype,
         grad_return_dtype=grad_return_dtype,
     )
@@ -113,7 +128,13 @@ def plan_command(
         trace=perfetto,
         all_ranks=all_ranks,
         own_links=own_links,
-        rates=ModelRates(flops_per_s, inside_bytes_per_s, across_bytes_per_s, latency_s),
+        rates=ModelRates(
+            flops_per_s,
+            inside_bytes_per_s,
+            across_bytes_per_s,
+            latency_s,
+            COMMUNICATORS[communicators],
+        ),
     )
     show_plans(request, output)
 

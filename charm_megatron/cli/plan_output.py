@@ -20,11 +20,13 @@ from charm_megatron.cli.schedule_tables import (
 from charm_megatron.compile import Plan
 from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.model import CostModel, Link
+from charm_megatron.cost.nccl import evaluate_on
 from charm_megatron.cost.timeline import Timeline, evaluate
 from charm_megatron.errors import InvalidInput
 from charm_megatron.files import require_writable, write_atomically
 from charm_megatron.schedule.json_form import to_json
 from charm_megatron.schedule.passes import Direction
+from charm_megatron.schedule.queues import Queues
 from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines, one_after_another
 from charm_megatron.show.perfetto import chrome_trace
 
@@ -41,6 +43,8 @@ class ModelRates:
     inside_bytes_per_s: float
     across_bytes_per_s: float
     latency_s: float
+    queues: Queues | None = None
+    """Of NCCL's communicators; None: each transfer goes by itself."""
 
     def cost_model(self, *, is_shared: bool = True) -> CostModel:
         """Raises a kind of `InvalidInput` for rates that are not positive."""
@@ -53,8 +57,15 @@ class ModelRates:
         latency = f", latency {self.latency_s * 1e6:g} us" if self.latency_s else ""
         return (
             f"{self.flops_per_s / 1e12:g} TFLOP/s, {self.inside_bytes_per_s / 1e9:g} GB/s inside, "
-            f"{self.across_bytes_per_s / 1e9:g} GB/s across{latency}"
+            f"{self.across_bytes_per_s / 1e9:g} GB/s across{latency}{self._nccl}"
         )
+
+    @property
+    def _nccl(self) -> str:
+        if self.queues is None:
+            return ""
+        number = self.queues.num_communicators
+        return f", {number} NCCL communicator{'s' if number > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -80,9 +91,16 @@ class NamedPlan:
     name: str
     plan: Plan
 
-    def timeline(self, direction: Direction, cost: CostModel) -> Timeline:
-        phases = self.plan.phases(direction)
-        return one_after_another([evaluate(phase, self.plan.wire, cost) for phase in phases])
+    def timeline(self, direction: Direction, rates: ModelRates, *, is_shared: bool = True) -> Timeline:
+        """`is_shared`: transfers of a rank wait for each other at its links."""
+        phases, wire = self.plan.phases(direction), self.plan.wire
+        cost, queues = rates.cost_model(is_shared=is_shared), rates.queues
+        return one_after_another(
+            [
+                evaluate(phase, wire, cost) if queues is None else evaluate_on(phase, wire, cost, queues)
+                for phase in phases
+            ]
+        )
 
     def buffers(self, direction: Direction, rank: int) -> Buffers:
         total = Buffers()
@@ -164,8 +182,8 @@ def _print_comparison(
             name=one.name,
             report=one.plan.report(direction),
             buffers=[one.buffers(direction, rank) for rank in _measured(settings.cp_size)],
-            shared=one.timeline(direction, rates.cost_model()),
-            own=one.timeline(direction, rates.cost_model(is_shared=False)),
+            shared=one.timeline(direction, rates),
+            own=one.timeline(direction, rates, is_shared=False),
         )
         for one in plans
     ]
@@ -198,8 +216,7 @@ def _write_files(plans: list[NamedPlan], settings: PlanSettings, output: PlanOut
     if output.picture is None and output.trace is None:
         return
     direction = output.directions[0]
-    cost = output.rates.cost_model(is_shared=not output.own_links)
-    timelines = [one.timeline(direction, cost) for one in plans]
+    timelines = [one.timeline(direction, output.rates, is_shared=not output.own_links) for one in plans]
     if output.picture is not None:
         links = ", a link for each transfer" if output.own_links else ""
         title = f"{direction}: {settings}\nmodel: {output.rates}{links}"

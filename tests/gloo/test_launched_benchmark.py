@@ -159,9 +159,8 @@ def test_a_mistake_of_ours_keeps_the_traceback_of_the_rank_that_made_it(tmp_path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--fuse", "--compute", "modelled"), "modelled computation"),
-        (("--fuse", "--ccr", "1"), "modelled computation"),
-        ((), "add --fuse"),
+        (("--compute", "modelled"), "modelled computation"),
+        (("--ccr", "1"), "modelled computation"),
     ],
 )
 def test_on_gpus_what_cannot_be_timed_there_is_refused(

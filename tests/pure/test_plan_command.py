@@ -68,6 +68,17 @@ def test_a_pass_may_be_asked_for_alone(run):
     assert "charm backward" in result.stdout
 
 
+def test_pictures_and_times_may_be_those_of_nccl(run, tmp_path):
+    arguments = ("plan", "--compare", "charm,double_ring", *SMALL, "--pass", "forward")
+    result = run(*arguments, "--communicators", "two", "--svg", tmp_path / "two.svg")
+    assert "2 NCCL communicators" in result.stdout
+    assert "2 NCCL communicators" in (tmp_path / "two.svg").read_text("utf-8")
+    assert "1 NCCL communicator\n" in run(*arguments, "--communicators", "one").stdout
+    refused = run(*arguments, "--communicators", "two", "--fuse")
+    assert refused.exit_code == 2
+    assert "posts are made lane by lane; leave --fuse out" in refused.stderr
+
+
 def test_the_table_counts_what_each_rank_sends(run):
     """A ring over 2 x 2 ranks, no mask: three KVs a rank, over the one link that it has; two are held at one time."""
     result = run(

@@ -179,7 +179,6 @@ def test_without_options_lengths_are_raced_that_every_schedule_can_be_planned_fo
         values = dict(pairwise(options))
         lengths.append(int(values["--tokens-per-rank"]))
         assert values["--json"] == f"{tmp_path}/out/tokens_per_rank_{lengths[-1]}.json"
-        assert "--fuse" in options
         schedules = values["--schedules"].split(",")
         assert ("ulysses" in schedules) == has_ulysses
         for name in schedules:
@@ -192,7 +191,7 @@ def test_without_options_lengths_are_raced_that_every_schedule_can_be_planned_fo
 
 
 def test_a_container_is_asked_for_with_the_repository_in_it(tmp_path: Path) -> None:
-    _, (words,) = submit_bench(tmp_path, 8, "--fuse", CHARM_CONTAINER="image", CHARM_MOUNTS="/data:/data")
+    _, (words,) = submit_bench(tmp_path, 8, "--no-fuse", CHARM_CONTAINER="image", CHARM_MOUNTS="/data:/data")
     assert "--container-image=image" in words
     assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in words
-    assert words[-1] == "--fuse"
+    assert words[-1] == "--no-fuse"

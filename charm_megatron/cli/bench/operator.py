@@ -41,7 +41,12 @@ def operator_command(
     peers: Annotated[str, option("Other libraries' attention, separated by commas, or all.", SCHEDULE)] = "",
     prefetch_depth: options.PrefetchDepth = None,
     fuse: Annotated[
-        bool, option(f"{options.FUSE_HELP} NCCL needs --fuse.", SCHEDULE, options.FUSE_FLAGS)
+        bool,
+        option(
+            f"{options.FUSE_HELP} Over NCCL with two domains or more each lane goes by itself.",
+            SCHEDULE,
+            options.FUSE_FLAGS,
+        ),
     ] = False,
     out_return_dtype: options.OutReturnDtype = "model",
     grad_return_dtype: options.GradReturnDtype = "by_link",
