@@ -39,6 +39,10 @@ class Stretch:
         self._kept.move_to_end(program)
         return cast(T, self._kept[program])
 
+    def release(self) -> None:
+        """Forgets what programs keep with it, which holds it in turn: then it goes when its run does."""
+        self._kept.clear()
+
 
 class Memory:
     """Gives each run its stretch of memory, and takes it back.
@@ -71,18 +75,19 @@ class Memory:
     def give(self, stretch: Stretch) -> None:
         """Takes it back; on a GPU its next user comes later on the same stream."""
         if self.device.type == "cuda":
-            self.num_bytes -= stretch.num_bytes
+            self.lose(stretch)
             return
         self._idle[next(self._ages)] = stretch
         while self._idle and sum(one.num_bytes for one in self._idle.values()) > self.most_idle_bytes:
             self._drop()
 
     def lose(self, stretch: Stretch) -> None:
-        """Keeps it no longer: a run has failed, and transfers may still be under way in it."""
+        """Keeps it no longer, as where a run has failed and transfers may still be under way in it."""
+        stretch.release()
         self.num_bytes -= stretch.num_bytes
 
     def freed(self, buffer: Tensor) -> None:
         """A run needs the bytes of this buffer no more; for those who watch."""
 
     def _drop(self) -> None:
-        self.num_bytes -= self._idle.popitem(last=False)[1].num_bytes
+        self.lose(self._idle.popitem(last=False)[1])

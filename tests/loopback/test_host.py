@@ -1,5 +1,7 @@
 """What attention costs beside its blocks, held by counts: launches, bytes, host time, storage that is saved."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from charm_megatron.bench.host import MODELS, counts, measure_host
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.executor.attention import ContextParallelAttention, attention_call
-from charm_megatron.executor.loopback import LoopbackNetwork
+from charm_megatron.executor.loopback import LoopbackNetwork, run_phases_together
 from charm_megatron.executor.memory import Memory
 from charm_megatron.kernels import ReferenceKernel
 from charm_megatron.schedule.passes import Direction
@@ -118,6 +120,35 @@ def test_memory_that_is_kept_is_that_of_the_longest_and_at_most_the_setting():
     assert memory.num_bytes == 0  # more than may lie idle
     memory.lose(memory.take(10))
     assert memory.num_bytes == 0
+
+
+def test_memory_that_is_not_kept_goes_with_its_run_and_waits_for_no_collection():
+    workload = Workload(1, 32, 2, 2, 8, 8, "float32", CAUSAL)
+    plan = compile_attention(CharmConfig(schedule="pass_q"), even_domains(2, 1), workload, "zigzag")
+    network = LoopbackNetwork(2)
+    taken = []
+
+    class Watched(Memory):
+        def take(self, num_bytes):
+            stretch = super().take(num_bytes)
+            taken.append(weakref.ref(stretch))
+            return stretch
+
+    calls = [
+        attention_call(
+            plan, rank, ReferenceKernel(), network.transport(rank), Watched(torch.device("cpu"), 0)
+        )
+        for rank in range(2)
+    ]
+    x = torch.randn(16, 1, 2, 8)
+    gc.collect()
+    gc.disable()
+    try:
+        run_phases_together([call.forward_phases(x, x, x, 1.0) for call in calls], network)
+        assert len(taken) == 2
+        assert all(stretch() is None for stretch in taken)
+    finally:
+        gc.enable()
 
 
 class Lost(Exception):
