@@ -10,6 +10,7 @@ import typer
 from charm_megatron.cli import testbed
 from charm_megatron.cli.args import args_command
 from charm_megatron.cli.bench.ablation import ablation_command
+from charm_megatron.cli.bench.card import card_command
 from charm_megatron.cli.bench.host import host_command
 from charm_megatron.cli.bench.numerics import numerics_command
 from charm_megatron.cli.bench.operator import operator_command
@@ -46,6 +47,7 @@ app.command("doctor", cls=RankCommand)(doctor_command)
 bench = typer.Typer(help="Measurements.", no_args_is_help=True)
 bench.command("operator", cls=RankCommand)(operator_command)
 bench.command("ablation")(ablation_command)
+bench.command("card")(card_command)
 bench.command("host")(host_command)
 bench.command("numerics")(numerics_command)
 bench.command("planning")(planning_command)

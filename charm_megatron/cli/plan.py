@@ -8,10 +8,9 @@ from charm_megatron.cli.options import MODEL, OUTPUT, SCHEDULE, one_of, option
 from charm_megatron.errors import InvalidInput, quoted
 from charm_megatron.paper.table_2 import H100
 from charm_megatron.schedule.passes import DIRECTIONS, Direction
-from charm_megatron.schedule.queues import Queues
 
-COMMUNICATORS = {"host": None, "one": Queues(1), "two": Queues(2)}
-"""By what `--communicators` takes."""
+COMMUNICATORS = ("host", "one", "two")
+"""The number of each is how many there are."""
 
 
 def plan_command(
@@ -61,7 +60,7 @@ def plan_command(
             "Times as over NCCL with one communicator, or with two, inside domains and across; host: each transfer "
             "goes by itself.",
             MODEL,
-            callback=one_of(tuple(COMMUNICATORS)),
+            callback=one_of(COMMUNICATORS),
         ),
     ] = "host",
     own_links: Annotated[
@@ -133,7 +132,7 @@ def plan_command(
             inside_bytes_per_s,
             across_bytes_per_s,
             latency_s,
-            COMMUNICATORS[communicators],
+            COMMUNICATORS.index(communicators),
         ),
     )
     show_plans(request, output)

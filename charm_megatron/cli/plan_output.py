@@ -43,8 +43,8 @@ class ModelRates:
     inside_bytes_per_s: float
     across_bytes_per_s: float
     latency_s: float
-    queues: Queues | None = None
-    """Of NCCL's communicators; None: each transfer goes by itself."""
+    communicators: int = 0
+    """Of NCCL; none: each transfer goes by itself."""
 
     def cost_model(self, *, is_shared: bool = True) -> CostModel:
         """Raises a kind of `InvalidInput` for rates that are not positive."""
@@ -62,10 +62,9 @@ class ModelRates:
 
     @property
     def _nccl(self) -> str:
-        if self.queues is None:
+        if not self.communicators:
             return ""
-        number = self.queues.num_communicators
-        return f", {number} NCCL communicator{'s' if number > 1 else ''}"
+        return f", {self.communicators} NCCL communicator{'s' if self.communicators > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,11 @@ class NamedPlan:
     def timeline(self, direction: Direction, rates: ModelRates, *, is_shared: bool = True) -> Timeline:
         """`is_shared`: transfers of a rank wait for each other at its links."""
         phases, wire = self.plan.phases(direction), self.plan.wire
-        cost, queues = rates.cost_model(is_shared=is_shared), rates.queues
-        return one_after_another(
-            [
-                evaluate(phase, wire, cost) if queues is None else evaluate_on(phase, wire, cost, queues)
-                for phase in phases
-            ]
-        )
+        cost = rates.cost_model(is_shared=is_shared)
+        if not rates.communicators:
+            return one_after_another([evaluate(phase, wire, cost) for phase in phases])
+        queues = Queues(rates.communicators)
+        return one_after_another([evaluate_on(phase, wire, cost, queues) for phase in phases])
 
     def buffers(self, direction: Direction, rank: int) -> Buffers:
         total = Buffers()

@@ -64,6 +64,7 @@ BAD_INPUT = {
     ("compare",): (("/no/such", "/no/such"), "/no/such is no run folder"),
     ("bench", "operator"): (("--heads", "0"), "--heads must be at least 1, but is 0"),
     ("bench", "ablation"): (("--repetitions", "0"), "--repetitions must be at least 1, but is 0"),
+    ("bench", "card"): (("--device", "gpu"), "--device 'gpu' is unknown"),
     ("bench", "host"): (("--models", "gpt_8b"), "did you mean 'gpt_8b_32k'"),
     ("bench", "numerics"): (("--draws", "0"), "--draws must be at least 1, but is 0"),
     ("bench", "planning"): (("--sizes", "16,many"), "'16,many' is not a list of numbers"),
