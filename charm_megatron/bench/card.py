@@ -97,7 +97,8 @@ def _operands(device: torch.device, tokens: int, heads: int, widths: tuple[int, 
 
 
 def _chosen(device: torch.device, widths: tuple[int, int]) -> BlockKernel:
-    return select_kernel("auto", BlockSizes(device.type, DTYPE, *widths)).kernel
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return select_kernel("auto", BlockSizes(device.type, DTYPE, *widths, capability)).kernel
 
 
 # ---------------------------------------------------------------------- kernels

@@ -306,7 +306,8 @@ class AttentionRuntime:
         config = self.config if posts.across is None else self.config.model_copy(update={"fuse": False})
         plan = compile_attention(config, known.domains, workload, layout)
         dtype = getattr(torch, workload.dtype)
-        sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v)
+        capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+        sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v, capability)
         selection = select_kernel(self.config.kernel, sizes)
         record = agreed_record(self.config, selection.kernel.name, plan.digest)
         require_agreement(group, record, str(plan))
@@ -318,7 +319,7 @@ class AttentionRuntime:
         )
         if device.type == "cuda":
             posts.connect(call.posts, device)
-        return _Agreed(plan, call, f"{selection.reason}; merged by {elementwise.reason}")
+        return _Agreed(plan, call, f"{selection}; merged by {elementwise.reason}")
 
     def _elementwise(self, device: torch.device) -> ElementwiseSelection:
         """Tried once for each device of the process."""

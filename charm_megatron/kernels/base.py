@@ -85,6 +85,8 @@ class BlockSizes(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
+    capability: int = 0
+    """The major compute capability of a CUDA device; 0 where it is not known."""
 
 
 class SelectableKernel(BlockKernel, Protocol):

@@ -25,7 +25,7 @@ class ReferenceKernel:
         return None
 
     def merit(self, sizes: BlockSizes) -> str:
-        return f"no other kernel runs on {sizes.device_type}"
+        return f"no other kernel takes such tensors on {sizes.device_type}"
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)

@@ -6,9 +6,11 @@ from charm_megatron.errors import ConfigError, nearest
 from charm_megatron.kernels.base import BlockKernel, BlockSizes, SelectableKernel
 from charm_megatron.kernels.reference import ReferenceKernel
 from charm_megatron.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
+from charm_megatron.kernels.torch_flash_3 import TorchFlash3Kernel
 
 KERNELS: tuple[SelectableKernel, ...] = (
     TorchCpuKernel(),
+    TorchFlash3Kernel(),
     TorchCudaKernel(),
     ReferenceKernel(),
 )
@@ -20,10 +22,14 @@ KERNEL_NAMES = (AUTO, *dict.fromkeys(kernel.name for kernel in KERNELS))
 
 @dataclass(frozen=True)
 class Selection:
-    """A kernel and the reason for it, a clause for a start-up receipt."""
+    """A kernel and the reason for it, a clause for a start-up receipt; and why not each one that would be faster."""
 
     kernel: BlockKernel
     reason: str
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join([self.reason, *self.others])
 
 
 def select_kernel(name: str, sizes: BlockSizes) -> Selection:
@@ -34,7 +40,7 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
     that does not take these tensors, and where none does.
     """
     require_kernel_name(name)
-    obstacles: list[str] = []
+    obstacles: dict[str, str] = {}
     for kernel in KERNELS:
         if name not in (AUTO, kernel.name) or not kernel.runs_on(sizes.device_type):
             continue
@@ -42,17 +48,18 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
             break
         obstacle = kernel.obstacle(sizes)
         if obstacle is None:
-            why = "the setting names it" if name != AUTO else next(iter(obstacles), kernel.merit(sizes))
-            return Selection(kernel, f"{kernel.name}, because {why}")
-        obstacles.append(obstacle)
-    why = obstacles[0] if obstacles else f"it does not run on {sizes.device_type}"
-    others = " or ".join(
+            why = kernel.merit(sizes) if name == AUTO else "the setting names it"
+            others = tuple(f"not {other}, because {obstacle}" for other, obstacle in obstacles.items())
+            return Selection(kernel, f"{kernel.name}, because {why}", others)
+        obstacles[kernel.name] = obstacle
+    why = [*obstacles.values()][-1] if obstacles else f"it does not run on {sizes.device_type}"
+    usable = " or ".join(
         repr(other.name)
         for other in {kernel.name: kernel for kernel in KERNELS}.values()
         if other.name != name and other.runs_on(sizes.device_type) and other.obstacle(sizes) is None
     )
-    note = ", which holds all logits of a block" if ReferenceKernel.name in others else ""
-    raise ConfigError(f"kernel {name!r} cannot be used: {why}; use {others}{note}")
+    note = ", which holds all logits of a block" if ReferenceKernel.name in usable else ""
+    raise ConfigError(f"kernel {name!r} cannot be used: {why}; use {usable}{note}")
 
 
 def require_kernel_name(name: str) -> None:

@@ -145,6 +145,11 @@ class TorchCudaKernel:
     def merit(self, sizes: BlockSizes) -> str:
         return _merit(sizes, cuda_width(sizes.head_dim, sizes.head_dim_v))
 
+    def widths(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        """To which q and k, and v, are padded: equal, as FlashAttention 2 wants it."""
+        width = cuda_width(head_dim, head_dim_v)
+        return width, width
+
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
@@ -159,11 +164,11 @@ class TorchCudaKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         check_block(q, k, v, causal, band)
-        width = cuda_width(q.shape[3], v.shape[3])
+        width, width_v = self.widths(q.shape[3], v.shape[3])
         out: Tensor
         lse: Tensor
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
+            *(_batch_before_rows(aligned(widened(x, w))) for x, w in ((q, width), (k, width), (v, width_v))),
             None,  # cum_seq_q, cum_seq_k: absent: all sequences of the batch are equally long
             None,
             q.shape[0],
@@ -194,13 +199,13 @@ class TorchCudaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v, causal, band)
         check_rows(q, v, dout, out, lse)
-        width = cuda_width(q.shape[3], v.shape[3])
+        width, width_v = self.widths(q.shape[3], v.shape[3])
         # The state of dropout's random numbers: must be a tensor, is not read without dropout.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
         gradients = torch.ops.aten._flash_attention_backward(
-            _batch_before_rows(widened(dout, width)),
-            *(_batch_before_rows(aligned(widened(x, width))) for x in (q, k, v)),
-            _batch_before_rows(widened(out, width)),
+            _batch_before_rows(widened(dout, width_v)),
+            *(_batch_before_rows(aligned(widened(x, w))) for x, w in ((q, width), (k, width), (v, width_v))),
+            _batch_before_rows(widened(out, width_v)),
             lse.permute(1, 2, 0).contiguous(),  # [s, b, h] -> [b, h, s], read without strides
             None,  # cum_seq_q, cum_seq_k, as in the forward
             None,
@@ -254,7 +259,12 @@ def _merit(sizes: BlockSizes, width: int) -> str:
 
 def cuda_width(head_dim: int, head_dim_v: int) -> int:
     """The head width to which q, k and v are padded for the CUDA operators."""
-    return -(-max(head_dim, head_dim_v) // CUDA_HEAD_DIM_MULTIPLE) * CUDA_HEAD_DIM_MULTIPLE
+    return rounded_width(max(head_dim, head_dim_v))
+
+
+def rounded_width(head_dim: int) -> int:
+    """The next width that the CUDA operators take."""
+    return -(-head_dim // CUDA_HEAD_DIM_MULTIPLE) * CUDA_HEAD_DIM_MULTIPLE
 
 
 def widened(x: Tensor, width: int) -> Tensor:

@@ -1,10 +1,21 @@
 """The choice of a kernel and the reason it gives."""
 
+import sys
+import types
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from charm_megatron.errors import ConfigError
-from charm_megatron.kernels import BlockSizes, ReferenceKernel, TorchCpuKernel, TorchCudaKernel, select_kernel
+from charm_megatron.kernels import (
+    BlockSizes,
+    ReferenceKernel,
+    TorchCpuKernel,
+    TorchCudaKernel,
+    select_kernel,
+    torch_flash_3,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -69,3 +80,52 @@ def test_selection_refuses_what_cannot_be_done(
     with pytest.raises(ConfigError) as error:
         select_kernel(name, BlockSizes(device_type, dtype, 64, 64))
     assert message in str(error.value)
+
+
+# ---------------------------------------------------------------------- FlashAttention 3
+
+
+@pytest.fixture
+def flash_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
+    """Modules that may stand in for packages; what was found out before is forgotten, before and after."""
+    for forget in (torch_flash_3._why_not, torch_flash_3._activate):
+        forget.cache_clear()
+    yield {}
+    for forget in (torch_flash_3._why_not, torch_flash_3._activate):
+        forget.cache_clear()
+
+
+HOPPER = BlockSizes("cuda", torch.bfloat16, 192, 128, 9)
+
+
+def test_flash_attention_3_is_taken_on_hopper_where_it_loads(
+    flash_3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append, raising=False)
+    selection = select_kernel("auto", HOPPER)
+    assert selection.reason == "torch_fa3, because FlashAttention 3 is there for this Hopper GPU"
+    assert asked == ["FA3"]
+    assert selection.kernel.widths(192, 128) == (192, 128)  # no padding of v
+    assert type(select_kernel("auto", HOPPER._replace(capability=8)).kernel) is TorchCudaKernel
+
+
+def test_flash_attention_3_that_is_absent_or_broken_is_passed_over_with_the_reason(
+    flash_3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection = select_kernel("auto", HOPPER)
+    assert selection.reason.startswith("torch, because its flash attention on cuda takes these tensors")
+    assert selection.others == ("not torch_fa3, because flash-attn 3 is not installed",)
+    torch_flash_3._why_not.cache_clear()
+
+    def activate(name: str) -> None:
+        raise RuntimeError("does not expose FA3 kernels")
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
+    (reason,) = select_kernel("auto", HOPPER).others
+    assert reason.endswith("installed, but does not load: RuntimeError: does not expose FA3 kernels")
+    torch_flash_3._why_not.cache_clear()
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    assert "cannot take FlashAttention 3 up" in str(select_kernel("auto", HOPPER))
