@@ -20,6 +20,7 @@ from charm_megatron.executor.loopback import LoopbackGroup, LoopbackNetwork
 from charm_megatron.executor.memory import Memory
 from charm_megatron.kernels import BlockKernel, BlockSizes, ReferenceKernel, select_kernel
 from charm_megatron.kernels.elementwise import Elementwise, TorchElementwise, select_elementwise
+from charm_megatron.schedule.passes import DIRECTIONS
 from charm_megatron.topology import even_domains
 from charm_megatron.workload import CAUSAL, Workload
 
@@ -32,6 +33,8 @@ WIDTHS = ((64, 64), (128, 128), (192, 128))
 SCHEDULES = ("ring", "charm")
 NUM_LAYERS = 8
 WARM_UP, REPETITIONS = 3, 10
+BLOCK_FLOPS = (1.0, 2.5)
+"""Of each direction: two matrix products, and five."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,8 @@ def _kernel_speed(device: torch.device, sizes: Sizes) -> Iterator[CardRow]:
 
         forward = partial(kernel.forward, q, k, v, causal=True, softmax_scale=scale)
         backward = partial(kernel.backward, dout, q, k, v, out, lse, causal=True, softmax_scale=scale)
-        work: tuple[tuple[str, Callable[[], object], float], ...] = (
-            ("forward", forward, 1.0),
-            ("backward", backward, 2.5),
-        )
-        for name, run, factor in work:
+        work: tuple[Callable[[], object], ...] = (forward, backward)
+        for name, run, factor in zip(DIRECTIONS, work, BLOCK_FLOPS, strict=True):
             rate = flops * factor / _seconds(run, device) / 1e12
             yield CardRow(
                 "", f"{kernel.name}, {tokens} tokens, heads {widths[0]}, causal, {name}", rate, "TFLOP/s"
