@@ -11,14 +11,14 @@ from functools import cached_property
 from pathlib import Path
 
 from charm_megatron.config import CharmConfig
-from charm_megatron.cost.buffers import peak_buffers
-from charm_megatron.cost.memory import spread_ranks
+from charm_megatron.cost.memory import attention_memory
 from charm_megatron.cost.report import Report, report
 from charm_megatron.cost.wire import Traffic, WireFormat, make_wire_format, traffic
 from charm_megatron.errors import PlanError, shortened
 from charm_megatron.lowering.decisions import Method, NamedMethod
+from charm_megatron.lowering.place import plan_storage
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.lowering.storage import Storage, plan_storage
+from charm_megatron.lowering.storage import Storage
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.actions import Program
 from charm_megatron.schedule.json_form import load_schedule
@@ -139,7 +139,7 @@ def compile_attention(config: CharmConfig, domains: Domains, workload: Workload,
         kept = _lowered(
             config, NamedMethod(name, _planned("charm_keep_kv", domains, workload, layout)), workload
         )
-        needed_mib = _buffer_bytes(kept) / 2**20
+        needed_mib = attention_memory(kept.schedules, kept.wire, MOST_RANKS_COUNTED).pool_bytes / 2**20
         if needed_mib <= config.keep_kv_mib:
             return replace(kept, reason=f"{reason}; KV is kept, in {needed_mib:.1f} MiB of buffers")
         reason += f"; KV is not kept, which would take {needed_mib:.1f} MiB of buffers"
@@ -165,15 +165,6 @@ def _plan(
         grad_return_dtype=config.grad_return_dtype,
     )
     return Plan(forward, backward, wire, reason, notes)
-
-
-def _buffer_bytes(plan: Plan) -> int:
-    """Memory of a run, of those of some ranks that need most."""
-    return max(
-        peak_buffers(schedule, plan.wire, rank).pool_bytes
-        for schedule in plan.schedules
-        for rank in spread_ranks(plan.problem.cp_size, MOST_RANKS_COUNTED)
-    )
 
 
 def is_schedule_file(schedule: str) -> bool:

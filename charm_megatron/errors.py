@@ -89,6 +89,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
+def error_text(error: BaseException, most_characters: int) -> str:
+    """As in "ImportError: no module named triton", in so many characters at most."""
+    return shortened(f"{type(error).__name__}: {error}", most_characters)
+
+
 def shortened(text: object, most: int) -> str:
     """`str(text)` on one line of at most `most` characters, ` .. ` in place of the middle of a longer one."""
     words = " ".join(str(text).split())

@@ -33,8 +33,12 @@ class Settings(TypedDict, total=False):
     kernel: str
     out_return_dtype: Literal["model", "float32"]
     grad_return_dtype: Literal["model", "float32", "by_link"]
+    keep_kv_mib: float
     prefetch_depth: int
     fuse: bool
+    communicators: Literal["auto", "one", "two"]
+    idle_memory_mib: int
+    check_calls: bool
     deadline_s: float
     flight_folder: Path | None
 

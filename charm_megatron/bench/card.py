@@ -14,7 +14,7 @@ from torch import Tensor
 
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
-from charm_megatron.errors import shortened
+from charm_megatron.errors import error_text
 from charm_megatron.executor.attention import ContextParallelAttention, attention_call
 from charm_megatron.executor.loopback import LoopbackGroup, LoopbackNetwork
 from charm_megatron.executor.memory import Memory
@@ -51,6 +51,8 @@ class CardRow:
     @property
     def is_right(self) -> bool:
         """Whether nothing speaks against it: a figure within its limit, or none that has one."""
+        if self.what == FAILED:
+            return False
         return self.limit is None or (self.value is not None and self.value <= self.limit)
 
 
@@ -84,8 +86,7 @@ def check_card(device: torch.device) -> Iterator[CardRow]:
             for row in check(device, sizes):
                 yield replace(row, check=name)
         except Exception as error:  # the next check may still tell something
-            why = shortened(f"{type(error).__name__}: {error}", MOST_REASON_CHARACTERS)
-            yield CardRow(name, FAILED, None, "", note=why)
+            yield CardRow(name, FAILED, None, "", note=error_text(error, MOST_REASON_CHARACTERS))
 
 
 def _draw(device: torch.device, *shape: int) -> Tensor:
@@ -100,16 +101,23 @@ def _operands(device: torch.device, tokens: int, heads: int, widths: tuple[int, 
 
 
 def _chosen(device: torch.device, widths: tuple[int, int]) -> BlockKernel:
-    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    return select_kernel("auto", BlockSizes(device.type, DTYPE, *widths, capability)).kernel
+    return select_kernel("auto", BlockSizes.on(device, DTYPE, *widths)).kernel
+
+
+def _worst_error(got: Sequence[Tensor], operands: Sequence[Tensor], *, causal: bool, scale: float) -> float:
+    """Of out, lse, dq, dk, dv against the formulas in float64: the largest error over the largest value."""
+    reference, (q, k, v, dout) = ReferenceKernel(), (x.double() for x in operands)
+    out, lse = reference.forward(q, k, v, causal=causal, softmax_scale=scale)
+    grads = reference.backward(dout, q, k, v, out, lse, causal=causal, softmax_scale=scale)
+    pairs = zip(got, (out, lse, *grads), strict=True)
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 # ---------------------------------------------------------------------- kernels
 
 
 def _kernel_errors(device: torch.device, sizes: Sizes) -> Iterator[CardRow]:
-    """The chosen kernel against the formulas in float64: the largest error over the largest value."""
-    reference = ReferenceKernel()
+    """Of the chosen kernel, and whether its results repeat."""
     for widths, causal in product(WIDTHS, (False, True)):
         kernel = _chosen(device, widths)
         q, k, v, dout = _operands(device, 256, 4, widths)
@@ -117,13 +125,7 @@ def _kernel_errors(device: torch.device, sizes: Sizes) -> Iterator[CardRow]:
         out, lse = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
         grads = kernel.backward(dout, q, k, v, out, lse, causal=causal, softmax_scale=scale)
         again = kernel.forward(q, k, v, causal=causal, softmax_scale=scale)
-        wide = [x.double() for x in (q, k, v, dout)]
-        wanted = reference.forward(wide[0], wide[1], wide[2], causal=causal, softmax_scale=scale)
-        wanted_grads = reference.backward(
-            wide[3], wide[0], wide[1], wide[2], *wanted, causal=causal, softmax_scale=scale
-        )
-        pairs = zip((out, lse, *grads), (*wanted, *wanted_grads), strict=True)
-        worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+        worst = _worst_error((out, lse, *grads), (q, k, v, dout), causal=causal, scale=scale)
         mask = "causal" if causal else "no mask"
         what = f"{kernel.name}, heads {widths[0]} and {widths[1]}, {mask}"
         yield CardRow("", what, worst, "of the largest value", limit=0.03)
@@ -214,12 +216,8 @@ def _loopback(device: torch.device, sizes: Sizes) -> Iterator[CardRow]:
         )
         tensors = [_draw(device, workload.seq_len, 1, h, 64) for h in (8, 4, 4, 8)]
         got = group.attention(*tensors)
-        q, k, v, dout = (x.double() for x in tensors)
-        reference = ReferenceKernel()
-        out, lse = reference.forward(q, k, v, causal=True, softmax_scale=0.125)
-        wanted = (out, lse, *reference.backward(dout, q, k, v, out, lse, causal=True, softmax_scale=0.125))
-        pairs = zip((got.out, got.lse, got.dq, got.dk, got.dv), wanted, strict=True)
-        worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+        results = (got.out, got.lse, got.dq, got.dk, got.dv)
+        worst = _worst_error(results, tensors, causal=True, scale=0.125)
         yield CardRow("", f"{schedule}, {num_ranks} ranks", worst, "of the largest value", limit=0.03)
 
 

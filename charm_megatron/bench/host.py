@@ -155,13 +155,14 @@ class CountedElementwise:
         self.count.note(dout, delta, into)
 
 
-class _MetaKernel:
-    """Attention as one launch, whose operands are no elementwise work."""
+class _NoKernel:
+    """Attention as one launch, whose operands are no elementwise work: returns tensors of the right shapes."""
 
-    name = "meta"
+    name = "none"
 
     def __init__(self, count: Count):
         self.count = count
+        self._made: dict[tuple[torch.Size, int], tuple[Tensor, Tensor]] = {}
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -170,8 +171,11 @@ class _MetaKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, band: Band | None = None
     ) -> tuple[Tensor, Tensor]:
         self.count.note()
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        return q.new_empty((*q.shape[:3], v.shape[3])), lse
+        key = q.shape, v.shape[3]
+        if key not in self._made:
+            out = q.new_empty((*q.shape[:3], v.shape[3]))
+            self._made[key] = out, q.new_empty(q.shape[:3], dtype=torch.float32)
+        return self._made[key]
 
     def backward(
         self,
@@ -187,7 +191,7 @@ class _MetaKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.count.note()
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        return q, k, v
 
 
 class _Others(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -225,19 +229,14 @@ class _Nowhere:
 def counts(plan: Plan) -> dict[Direction, Count]:
     """What rank 0 launches in each pass of one layer."""
     found = {direction: Count() for direction in DIRECTIONS}
-    q, k, v, dout, result = _shard(plan.workload, plan.problem.cp_size, torch.device("meta"))
+    shard = _shard(plan.workload, plan.problem.cp_size, torch.device("meta"))
     for direction, count in found.items():
         memory = Memory(torch.device("meta"), 0)
         call = attention_call(
-            plan, 0, _MetaKernel(count), _Nowhere(), memory, elementwise=CountedElementwise(count)
-        )
-        phases: Phases[object] = (
-            call.forward_phases(q, k, v, 1.0)
-            if direction is Direction.FORWARD
-            else call.backward_phases(dout, q, k, v, result, 1.0)
+            plan, 0, _NoKernel(count), _Nowhere(), memory, elementwise=CountedElementwise(count)
         )
         with _Others(count):
-            for run in phases:
+            for run in _phases(call, direction, shard):
                 _run_counted(run, count)
     return found
 
@@ -250,9 +249,17 @@ def _run_counted(run: ProgramRun, count: Count) -> None:
             count.of_attends.append(count.launches - before)
 
 
-def _shard(
-    workload: Workload, size: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor, ForwardResult]:
+Shard = tuple[Tensor, Tensor, Tensor, Tensor, ForwardResult]
+
+
+def _phases(call: AttentionCall, direction: Direction, shard: Shard) -> Phases[object]:
+    q, k, v, dout, result = shard
+    if direction is Direction.FORWARD:
+        return call.forward_phases(q, k, v, 1.0)
+    return call.backward_phases(dout, q, k, v, result, 1.0)
+
+
+def _shard(workload: Workload, size: int, device: torch.device) -> Shard:
     """q, k, v, dout and what the forward pass gave, of one rank; zeros."""
     rows, dtype = workload.seq_len // size, getattr(torch, workload.dtype)
 
@@ -266,41 +273,6 @@ def _shard(
 
 
 # ---------------------------------------------------------------------- time of the host
-
-
-class _NoKernel:
-    """Returns tensors of the right shapes, made before."""
-
-    name = "none"
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.Size, int], tuple[Tensor, Tensor]] = {}
-
-    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, band: Band | None = None
-    ) -> tuple[Tensor, Tensor]:
-        key = q.shape, v.shape[3]
-        if key not in self._made:
-            self._made[key] = q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3])
-        return self._made[key]
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return q, k, v
 
 
 class _NoElementwise:
@@ -329,34 +301,28 @@ def _host_times(schedule: str, domains: Domains) -> dict[Direction, list[float]]
         attention_call(
             plan,
             rank,
-            _NoKernel(),
+            _NoKernel(Count()),
             network.transport(rank),
             Memory(torch.device("cpu"), sys.maxsize),
             elementwise=_NoElementwise(),
         )
         for rank in range(size)
     ]
-    tensors = _shard(workload, size, torch.device("cpu"))
+    shard = _shard(workload, size, torch.device("cpu"))
     rounds: dict[Direction, list[list[float]]] = defaultdict(list)
     for _ in range(NUM_ROUNDS):
         for direction in DIRECTIONS:
-            rounds[direction].append(_timed(calls, direction, tensors, network))
+            rounds[direction].append(_timed(calls, direction, shard, network))
     return {direction: min(of, key=sum) for direction, of in rounds.items()}
 
 
 def _timed(
     calls: Sequence[AttentionCall],
     direction: Direction,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, ForwardResult],
+    shard: Shard,
     network: LoopbackNetwork,
 ) -> list[float]:
-    q, k, v, dout, result = tensors
-    of_ranks: list[Phases[object]] = [
-        call.forward_phases(q, k, v, 1.0)
-        if direction is Direction.FORWARD
-        else call.backward_phases(dout, q, k, v, result, 1.0)
-        for call in calls
-    ]
+    of_ranks = [_phases(call, direction, shard) for call in calls]
     seconds: list[float] = []
     while runs := [run for phases in of_ranks if (run := next(phases, None)) is not None]:
         watched, step = runs[0], runs[0].step

@@ -19,6 +19,7 @@ from charm_megatron.cli.schedule_tables import (
 )
 from charm_megatron.compile import Plan
 from charm_megatron.cost.buffers import Buffers, peak_buffers
+from charm_megatron.cost.memory import spread_ranks
 from charm_megatron.cost.model import CostModel, Link
 from charm_megatron.cost.nccl import evaluate_on
 from charm_megatron.cost.timeline import Timeline, evaluate
@@ -31,8 +32,6 @@ from charm_megatron.show.draw import PICTURE_FORMATS, draw_rank, draw_timelines,
 from charm_megatron.show.perfetto import chrome_trace
 
 SHOWN_RANKS, SHOWN_STEPS = 8, 40
-MEASURED_RANKS = 64
-"""Of larger groups, buffers are worked out for this many ranks, evenly spread."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _print_schedule(
         for part in grid_tables(phase, shown, max_steps, console.width):
             console.print(part)
     numbers = planned.plan.report(direction)
-    buffers = {rank: planned.buffers(direction, rank) for rank in sorted({*shown, *_measured(cp_size)})}
+    buffers = {rank: planned.buffers(direction, rank) for rank in sorted({*shown, *spread_ranks(cp_size)})}
     console.print(rank_table(numbers, buffers, settings.domains, shown))
     for line in (*facts(numbers, buffers, cp_size), *planned.plan.notes):
         console.print(line, markup=False)
@@ -161,12 +160,6 @@ def _print_substitute(console: Console, planned: NamedPlan) -> None:
         )
 
 
-def _measured(cp_size: int) -> list[int]:
-    """The ranks whose buffers are worked out."""
-    step = max(1, -(-cp_size // MEASURED_RANKS))
-    return list(range(0, cp_size, step))
-
-
 def _print_comparison(
     console: Console,
     plans: list[NamedPlan],
@@ -178,7 +171,7 @@ def _print_comparison(
         ComparedSchedule(
             name=one.name,
             report=one.plan.report(direction),
-            buffers=[one.buffers(direction, rank) for rank in _measured(settings.cp_size)],
+            buffers=[one.buffers(direction, rank) for rank in spread_ranks(settings.cp_size)],
             shared=one.timeline(direction, rates),
             own=one.timeline(direction, rates, is_shared=False),
         )

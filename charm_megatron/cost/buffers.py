@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from charm_megatron.cost.wire import WireFormat
-from charm_megatron.lowering.storage import Buffer, Storage, plan_storage
+from charm_megatron.lowering.place import plan_storage
+from charm_megatron.lowering.storage import Buffer, Storage
 from charm_megatron.schedule.schedule import Schedule
 
 MOST_COMPARED = 512

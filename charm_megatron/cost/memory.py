@@ -1,7 +1,7 @@
 """The most memory that attention needs on a rank at one time: forward and backward of one layer.
 
 Counted are the rank's own tensors, the accumulators of its own results, and the buffers that its program takes
-(`report.peak_buffers`). Not counted: what a kernel takes for itself, what other layers and the rest of the model
+(`buffers.peak_buffers`). Not counted: what a kernel takes for itself, what other layers and the rest of the model
 hold, tensors that live only before or after the program (delta is made from two wide copies), memory that
 an allocator keeps, and buffers of the transport. So the difference of two schedules is predicted, not what a whole
 program holds.
@@ -57,13 +57,15 @@ def spread_ranks(cp_size: int, most: int = MOST_RANKS) -> range:
     return range(0, cp_size, -(-cp_size // most))
 
 
-def attention_memory(phases: Sequence[Schedule], wire: WireFormat) -> AttentionMemory:
-    """The memory of the worst rank, over all phases of both directions."""
+def attention_memory(
+    phases: Sequence[Schedule], wire: WireFormat, most_ranks: int = MOST_RANKS
+) -> AttentionMemory:
+    """The memory of the worst rank, of `most_ranks` at most, over all phases of both directions."""
     cp_size = wire.problem.cp_size
     own = [own_bytes(wire.workload, cp_size, phase.pass_) for phase in phases]
     passes: dict[Direction, PassMemory] = defaultdict(PassMemory)
     pools = []
-    for rank in spread_ranks(cp_size):
+    for rank in spread_ranks(cp_size, most_ranks):
         both = Buffers()
         for phase, mine in zip(phases, own, strict=True):
             buffers, direction = peak_buffers(phase, wire, rank), phase.pass_.direction

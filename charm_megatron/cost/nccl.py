@@ -10,19 +10,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from charm_megatron.cost.model import CostModel
-from charm_megatron.cost.timeline import (
-    AttendSpan,
-    LinkClass,
-    Span,
-    Timeline,
-    TransferSpan,
-    chunks_text,
-    numbered,
-)
+from charm_megatron.cost.timeline import Span, Timeline, attend_span, numbered, transfer_span
 from charm_megatron.cost.wire import WireFormat
 from charm_megatron.errors import ScheduleFault
 from charm_megatron.schedule.actions import Attend, Key, Message, Post, Program, Wait
-from charm_megatron.schedule.payload import PAYLOADS
 from charm_megatron.schedule.queues import Queues
 from charm_megatron.schedule.schedule import Schedule
 
@@ -144,8 +135,7 @@ class _Clockwork:
         state = self.ranks[rank]
         start_s = max(state.stream_s, state.queue_s) if self.queues.is_single else state.stream_s
         took_s = self.cost.attend_s(attend, self.wire, self.schedule.pass_)
-        label = f"{chunks_text(attend.q)}·{chunks_text(attend.kv)}"
-        self.spans.append(AttendSpan(rank, start_s, start_s + took_s, label))
+        self.spans.append(attend_span(rank, attend, start_s, took_s))
         state.stream_s = state.queue_s = start_s + took_s
         state.busy_s += took_s
 
@@ -171,9 +161,7 @@ class _Clockwork:
         start_s = max(now_s, *(self.free_s[end] for end in ends)) if self.cost.is_shared else now_s
         end_s = start_s + self.cost.message_s(message, self.wire, crosses=crosses)
         self.free_s.update(dict.fromkeys(ends, end_s))
-        kind: LinkClass = "across" if crosses else "inside"
-        payload = PAYLOADS[message.pieces[0].payload]
-        self.spans.append(TransferSpan(kind, src, dst, start_s, end_s, payload, message.pieces))
+        self.spans.append(transfer_span(src, dst, message, crosses, start_s, end_s))
         return end_s
 
     def _end_of_transfer(self, running: _Running, now_s: float) -> None:

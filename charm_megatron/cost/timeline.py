@@ -51,7 +51,7 @@ class TransferSpan:
     @property
     def label(self) -> str:
         """The payload and the chunks of it."""
-        return f"{self.payload.name}{chunks_text(self.pieces)}"
+        return f"{self.payload.name}{_chunks(self.pieces)}"
 
 
 Span = AttendSpan | TransferSpan
@@ -142,8 +142,7 @@ class _Clockwork:
                     state.now_s = max(state.now_s, state.end_s[key])
                 case Attend():
                     took_s = self.cost.attend_s(action, self.wire, self.schedule.pass_)
-                    label = f"{chunks_text(action.q)}·{chunks_text(action.kv)}"
-                    self.spans.append(AttendSpan(rank, state.now_s, state.now_s + took_s, label))
+                    self.spans.append(attend_span(rank, action, state.now_s, took_s))
                     state.now_s += took_s
                     state.busy_s += took_s
                 case _:
@@ -179,15 +178,27 @@ class _Clockwork:
         start_s = self._start_s(transfer)
         end_s = start_s + self.cost.message_s(transfer.message, self.wire, crosses=crosses)
         self.free_s[transfer.src, crosses, "out"] = self.free_s[transfer.dst, crosses, "in"] = end_s
-        pieces = transfer.message.pieces
-        kind: LinkClass = "across" if crosses else "inside"
-        payload = PAYLOADS[pieces[0].payload]
-        self.spans.append(TransferSpan(kind, transfer.src, transfer.dst, start_s, end_s, payload, pieces))
+        self.spans.append(
+            transfer_span(transfer.src, transfer.dst, transfer.message, crosses, start_s, end_s)
+        )
         for rank in (transfer.src, transfer.dst):
             state = self.ranks[rank]
             state.unfinished[transfer.key] -= 1
             state.end_s[transfer.key] = max(state.end_s[transfer.key], end_s)
             self._advance(rank)
+
+
+def attend_span(rank: int, attend: Attend, start_s: float, took_s: float) -> AttendSpan:
+    label = f"{_chunks(attend.q)}·{_chunks(attend.kv)}"
+    return AttendSpan(rank, start_s, start_s + took_s, label)
+
+
+def transfer_span(
+    src: int, dst: int, message: Message, crosses: bool, start_s: float, end_s: float
+) -> TransferSpan:
+    kind: LinkClass = "across" if crosses else "inside"
+    pieces = message.pieces
+    return TransferSpan(kind, src, dst, start_s, end_s, PAYLOADS[pieces[0].payload], pieces)
 
 
 def numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
@@ -198,6 +209,6 @@ def numbered(messages: tuple[Message, ...]) -> Iterator[tuple[Message, int]]:
         seen[message.peer] += 1
 
 
-def chunks_text(pieces: tuple[Piece, ...]) -> str:
+def _chunks(pieces: tuple[Piece, ...]) -> str:
     """As in "0,3": their chunks."""
     return ",".join(str(piece.chunk) for piece in pieces)

@@ -15,7 +15,6 @@ from charm_megatron.lowering.storage import (
     FreeStep,
     PostStep,
     Range,
-    SendInPlace,
     Step,
     Storage,
 )
@@ -87,24 +86,17 @@ def pair_additions(steps: Sequence[Step | None]) -> Pairs:
     for number, step in enumerate(steps):
         if step is None:
             continue
-        for at in _read(step):
+        for at in step.sources if isinstance(step, PostStep) else ():
             last.update((piece, _Seen(at, None)) for piece in _pieces(at))
         for addition, at, may_wait, may_take in _additions(number, step):
             before = {last.get(piece) for piece in _pieces(at)}
+            seen = before.pop() if may_take and len(before) == 1 else None
             waits = addition if may_wait else None
-            if len(before) == 1 and (seen := before.pop()) and may_take and _is_same(seen, at):
-                assert seen.addition is not None, "asked above"
-                place = len(pairs.waiting)
-                pairs.waiting[seen.addition] = pairs.taking[addition] = place
+            if seen is not None and seen.addition is not None and _pieces(seen.at) == _pieces(at):
+                pairs.waiting[seen.addition] = pairs.taking[addition] = len(pairs.waiting)
                 waits = None
             last.update((piece, _Seen(at, waits)) for piece in _pieces(at))
     return pairs
-
-
-def _is_same(seen: _Seen, at: Range) -> bool:
-    before = seen.at
-    is_alike = (before.buffer, before.start, before.stop) == (at.buffer, at.start, at.stop)
-    return is_alike and seen.addition is not None
 
 
 def _pieces(at: Range) -> list[tuple[int, int]]:
@@ -121,12 +113,3 @@ def _additions(number: int, step: Step) -> Iterator[tuple[Addition, Range, bool,
                     yield Addition(number, result, into), at, is_whole, is_whole
         case AccumulateStep():
             yield Addition(number, 0, 0), step.target, False, True
-
-
-def _read(step: Step) -> list[Range]:
-    """The ranges that a step sends."""
-    if not isinstance(step, PostStep):
-        return []
-    return [
-        at for send in step.sends for at in ([send.source] if isinstance(send, SendInPlace) else send.sources)
-    ]

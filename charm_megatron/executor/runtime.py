@@ -306,8 +306,7 @@ class AttentionRuntime:
         config = self.config if posts.across is None else self.config.model_copy(update={"fuse": False})
         plan = compile_attention(config, known.domains, workload, layout)
         dtype = getattr(torch, workload.dtype)
-        capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-        sizes = BlockSizes(device.type, dtype, workload.head_dim, workload.head_dim_v, capability)
+        sizes = BlockSizes.on(device, dtype, workload.head_dim, workload.head_dim_v)
         selection = select_kernel(self.config.kernel, sizes)
         record = agreed_record(self.config, selection.kernel.name, plan.digest)
         require_agreement(group, record, str(plan))

@@ -108,11 +108,8 @@ class Merging:
         assert lse is not None, "a result that is merged brings its lse"
         if rows is not None:
             out, lse = out[rows], lse[rows]
-        if self.waits is not None:
-            run.waiting[self.waits] = out, lse
-            return
-        parts = [(out, lse)] if self.takes is None else [run.waiting.pop(self.takes), (out, lse)]
-        run.elementwise.merge(views[self.out], views[self.lse], parts, is_first=self.is_first)
+        if parts := _to_reduce(run, (out, lse), self.waits, self.takes):
+            run.elementwise.merge(views[self.out], views[self.lse], parts, is_first=self.is_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +129,19 @@ class Adding:
             views[number].zero_()
         if rows is not None:
             part = tuple(x[rows] for x in part)
-        if self.waits is not None:
-            run.waiting[self.waits] = part
-            return
-        parts = [part] if self.takes is None else [run.waiting.pop(self.takes), part]
-        run.elementwise.add([views[number] for number in self.sums], parts, is_first=self.is_first)
+        if parts := _to_reduce(run, part, self.waits, self.takes):
+            run.elementwise.add([views[number] for number in self.sums], parts, is_first=self.is_first)
 
 
 Reducing = Merging | Adding
+
+
+def _to_reduce[Part](run: "ProgramRun", part: Part, waits: int | None, takes: int | None) -> list[Part]:
+    """A partial result, behind the one that waits for it; none where it is to wait itself."""
+    if waits is not None:
+        run.waiting[waits] = part
+        return []
+    return [part] if takes is None else [run.waiting.pop(takes), part]
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,18 +154,19 @@ class GroupTransport:
         order of their keys, as in a program.
         """
         for to, from_ in posts:
-            sends = [(peer, True) for peer in to if (peer, True) not in self._connected]
-            recvs = [(peer, False) for peer in from_ if (peer, False) not in self._connected]
+            sends, recvs = (
+                [
+                    (peer, torch.zeros(1, dtype=torch.uint8, device=device))
+                    for peer in peers
+                    if (peer, is_send) not in self._connected
+                ]
+                for peers, is_send in ((to, True), (from_, False))
+            )
             if sends or recvs:
-                bytes_ = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in (*sends, *recvs)]
-                self._connected.update(sends, recvs)
+                self._connected.update((peer, True) for peer, _ in sends)
+                self._connected.update((peer, False) for peer, _ in recvs)
                 sent = self.num_bytes_sent
-                self.wait(
-                    self.post(
-                        [(peer, x) for (peer, _), x in zip(sends, bytes_, strict=False)],
-                        [(peer, x) for (peer, _), x in zip(recvs, bytes_[len(sends) :], strict=True)],
-                    )
-                )
+                self.wait(self.post(sends, recvs))
                 self.num_bytes_sent = sent
 
     def _op(

@@ -133,7 +133,10 @@ class ViewTable:
         assert is_whole or not buffer.payload.num_stats, (
             "values and statistics of some do not lie side by side"
         )
-        first, last = (0, buffer_bytes(buffer, self.wire)) if is_whole else self._value_bytes(at)
+        if is_whole:
+            first, last = 0, buffer_bytes(buffer, self.wire)
+        else:
+            first, last = (row * self._value_bytes(at.buffer) for row in self._span(at))
         return self._number(InMemory(torch.uint8, (last - first,), (1,), self._offset(at.buffer) + first))
 
     def whole(self, buffer: int) -> Range:
@@ -182,10 +185,7 @@ class ViewTable:
         payload = self.storage.buffers[number].payload
         dtype = self._stat_dtype
         size, stride = self._shape(payload, span, payload.num_stats, payload.num_stats)
-        per_row = (
-            self._shape(payload, span, 1, self.wire.width(payload))[1][0] * self._value_dtype(number).itemsize
-        )
-        start = self._offset(number) + self._rows[number][-1] * per_row
+        start = self._offset(number) + self._rows[number][-1] * self._value_bytes(number)
         offset = start // dtype.itemsize + span[0] * stride[0]
         if column is None:
             return InMemory(dtype, size, stride, offset)
@@ -197,12 +197,11 @@ class ViewTable:
         batch, heads = self.wire.workload.batch, self.wire.heads(payload)
         return (span[1] - span[0], batch, heads, shown), (batch * heads * width, heads * width, width, 1)
 
-    def _value_bytes(self, at: Range) -> tuple[int, int]:
-        payload = self.storage.buffers[at.buffer].payload
-        batch, heads = self.wire.workload.batch, self.wire.heads(payload)
-        per_row = batch * heads * self.wire.width(payload) * self._value_dtype(at.buffer).itemsize
-        first, last = self._span(at)
-        return first * per_row, last * per_row
+    def _value_bytes(self, number: int) -> int:
+        """Of the values of one row of tokens in a buffer."""
+        payload = self.storage.buffers[number].payload
+        values = self.wire.workload.batch * self.wire.heads(payload) * self.wire.width(payload)
+        return values * self._value_dtype(number).itemsize
 
     def _value_dtype(self, number: int) -> torch.dtype:
         buffer = self.storage.buffers[number]

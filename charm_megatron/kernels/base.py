@@ -88,6 +88,12 @@ class BlockSizes(NamedTuple):
     capability: int = 0
     """The major compute capability of a CUDA device; 0 where it is not known."""
 
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> "BlockSizes":
+        """Of tensors on this device."""
+        capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+        return cls(device.type, dtype, head_dim, head_dim_v, capability)
+
 
 class SelectableKernel(BlockKernel, Protocol):
     """A kernel that says which tensors it takes. `name` is what the setting `kernel` calls it."""

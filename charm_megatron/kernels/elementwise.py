@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from charm_megatron.errors import shortened
+from charm_megatron.errors import error_text
 
 MOST_REASON_CHARACTERS = 80
 
@@ -125,7 +125,7 @@ def select_elementwise(device: torch.device) -> ElementwiseSelection:
         fused.merge(out, lse, [(out, lse)], is_first=False)
         torch.cuda.synchronize(device)
     except Exception as error:  # whatever a broken package or compiler raises
-        why = shortened(f"{type(error).__name__}: {error}", MOST_REASON_CHARACTERS)
+        why = error_text(error, MOST_REASON_CHARACTERS)
         return ElementwiseSelection(
             TorchElementwise(), f"torch, some launches each, because Triton fails: {why}"
         )

@@ -10,12 +10,10 @@ import importlib
 from functools import cache
 
 import torch
-from torch import Tensor
 
-from charm_megatron.errors import shortened
+from charm_megatron.errors import error_text
 from charm_megatron.kernels.base import BlockSizes
 from charm_megatron.kernels.torch_flash import TorchCudaKernel, rounded_width
-from charm_megatron.workload import Band
 
 HOPPER = 9
 """Major compute capability."""
@@ -23,7 +21,7 @@ MOST_REASON_CHARACTERS = 120
 
 
 class TorchFlash3Kernel(TorchCudaKernel):
-    """As `TorchCudaKernel`, by FlashAttention 3."""
+    """As `TorchCudaKernel`, by FlashAttention 3: who asks for obstacles and finds none has put it behind torch."""
 
     name = "torch_fa3"
 
@@ -37,45 +35,6 @@ class TorchFlash3Kernel(TorchCudaKernel):
 
     def widths(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         return rounded_width(head_dim), rounded_width(head_dim_v)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        _activate()
-        return super().forward(q, k, v, causal=causal, softmax_scale=softmax_scale, band=band)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        _activate()
-        return super().backward(
-            dout, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale, band=band
-        )
-
-
-@cache
-def _activate() -> None:
-    """Once for the process. Raises whatever a broken package raises."""
-    from torch.nn.attention import activate_flash_attention_impl
-
-    activate_flash_attention_impl("FA3")
 
 
 @cache
@@ -92,12 +51,11 @@ def _why_not() -> str | None:
     except Exception as error:  # a package that was built for another torch may raise anything
         return _broken(error)
     try:
-        _activate()
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     except Exception as error:
         return _broken(error)
     return None
 
 
 def _broken(error: Exception) -> str:
-    why = shortened(f"{type(error).__name__}: {error}", MOST_REASON_CHARACTERS)
-    return f"flash-attn 3 is installed, but does not load: {why}"
+    return f"flash-attn 3 is installed, but does not load: {error_text(error, MOST_REASON_CHARACTERS)}"

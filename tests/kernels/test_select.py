@@ -88,11 +88,9 @@ def test_selection_refuses_what_cannot_be_done(
 @pytest.fixture
 def flash_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
     """Modules that may stand in for packages; what was found out before is forgotten, before and after."""
-    for forget in (torch_flash_3._why_not, torch_flash_3._activate):
-        forget.cache_clear()
+    torch_flash_3._why_not.cache_clear()
     yield {}
-    for forget in (torch_flash_3._why_not, torch_flash_3._activate):
-        forget.cache_clear()
+    torch_flash_3._why_not.cache_clear()
 
 
 HOPPER = BlockSizes("cuda", torch.bfloat16, 192, 128, 9)

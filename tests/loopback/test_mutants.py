@@ -15,8 +15,8 @@ from charm_megatron.executor.attention import ForwardResult
 from charm_megatron.executor.loopback import LoopbackGroup, run_phases_together
 from charm_megatron.executor.run import BoundProgram
 from charm_megatron.kernels import ReferenceKernel
+from charm_megatron.lowering.place import plan_storage
 from charm_megatron.lowering.schedules import make_schedules
-from charm_megatron.lowering.storage import plan_storage
 from charm_megatron.planner import cut_problem, plan
 from charm_megatron.schedule.actions import Accumulate, Attend, Free, Key, Post, Wait
 from charm_megatron.schedule.passes import DIRECTIONS

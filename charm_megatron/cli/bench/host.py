@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from charm_megatron.bench.host import HostRow
 
-MODEL_NAMES = ("gpt_350m_64x4096", "gpt_8b_32k")
-
 
 def host_command(
-    models: Annotated[str, option("Which of them, separated by commas.", MODEL)] = ",".join(MODEL_NAMES),
+    models: Annotated[
+        str | None, option("Which of them, separated by commas.", MODEL, show_default="all")
+    ] = None,
     schedules: Annotated[
         str, option(f"{options.SCHEDULES_HELP}.", SCHEDULE)
     ] = "charm,charm_keep_kv,ring,double_ring",
@@ -32,16 +32,16 @@ def host_command(
     json_file: options.JsonRows = None,
 ) -> None:
     """Count launches, bytes, host time and memory of one layer's attention on a GPU, without one."""
-    from charm_megatron.bench.host import measure_host
+    from charm_megatron.bench.host import MODELS, measure_host
     from charm_megatron.cli.bench.races import wide_console, write_json
     from charm_megatron.files import require_writable
     from charm_megatron.topology import even_domains
 
     require_writable(json_file)
-    wanted = options.listed(models)
+    wanted = tuple(MODELS) if models is None else options.listed(models)
     for name in wanted:
-        if name not in MODEL_NAMES:
-            raise ConfigError(f"--models {quoted(name)} is unknown{nearest(name, MODEL_NAMES)}")
+        if name not in MODELS:
+            raise ConfigError(f"--models {quoted(name)} is unknown{nearest(name, MODELS)}")
     if nodes * ranks_per_node > MOST_OWN_RANKS:
         raise ConfigError(f"{nodes * ranks_per_node} ranks are more than the {MOST_OWN_RANKS} that run here")
     domains = even_domains(nodes * ranks_per_node, nodes)
