@@ -19,7 +19,7 @@ from charm_megatron.compile import Plan, compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.buffers import peak_buffers
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.cost.nccl import evaluate_on
+from charm_megatron.cost.timeline import evaluate
 from charm_megatron.executor.attention import AttentionCall, ForwardResult, Phases, attention_call
 from charm_megatron.executor.loopback import LoopbackNetwork, run_together
 from charm_megatron.executor.memory import Memory
@@ -86,7 +86,7 @@ def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domai
                     statistics.median(per_action) * 1e6,
                     sum(per_action) * 1e6,
                     sum(
-                        evaluate_on(phase, plan.wire, RATES, Queues(2)).makespan_s
+                        evaluate(phase, plan.wire, RATES, Queues(2)).makespan_s
                         for phase in plan.phases(direction)
                     )
                     * 1e3,

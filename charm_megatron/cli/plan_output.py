@@ -21,8 +21,8 @@ from charm_megatron.compile import Plan
 from charm_megatron.cost.buffers import Buffers, peak_buffers
 from charm_megatron.cost.memory import spread_ranks
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.cost.nccl import evaluate_on
-from charm_megatron.cost.timeline import Timeline, evaluate
+from charm_megatron.cost.spans import Timeline
+from charm_megatron.cost.timeline import evaluate
 from charm_megatron.errors import InvalidInput
 from charm_megatron.files import require_writable, write_atomically
 from charm_megatron.schedule.json_form import to_json
@@ -93,10 +93,8 @@ class NamedPlan:
         """`is_shared`: transfers of a rank wait for each other at its links."""
         phases, wire = self.plan.phases(direction), self.plan.wire
         cost = rates.cost_model(is_shared=is_shared)
-        if not rates.communicators:
-            return one_after_another([evaluate(phase, wire, cost) for phase in phases])
-        queues = Queues(rates.communicators)
-        return one_after_another([evaluate_on(phase, wire, cost, queues) for phase in phases])
+        queues = Queues(rates.communicators) if rates.communicators else None
+        return one_after_another([evaluate(phase, wire, cost, queues) for phase in phases])
 
     def buffers(self, direction: Direction, rank: int) -> Buffers:
         total = Buffers()

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from charm_megatron.cost.buffers import Buffers
 from charm_megatron.cost.report import Report
-from charm_megatron.cost.timeline import Timeline
+from charm_megatron.cost.spans import Timeline
 from charm_megatron.schedule.schedule import Schedule
 from charm_megatron.show.grid import VERBS, Cell, grid_column, num_rows
 from charm_megatron.topology import Domains

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from charm_megatron.cost.timeline import AttendSpan, Timeline, TransferSpan
+from charm_megatron.cost.spans import AttendSpan, Timeline, TransferSpan
 from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.payload import PAYLOADS
 from charm_megatron.schedule.piece import Piece

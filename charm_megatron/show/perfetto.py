@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from typing import Any
 
-from charm_megatron.cost.timeline import AttendSpan, Span, Timeline, TransferSpan
+from charm_megatron.cost.spans import AttendSpan, Span, Timeline, TransferSpan
 
 THREADS = {"attend": "computes", "inside": "sends inside its domain", "across": "sends across domains"}
 TraceEvent = dict[str, Any]

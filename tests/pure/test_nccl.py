@@ -5,7 +5,7 @@ import pytest
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.cost.model import CostModel, Link
-from charm_megatron.cost.nccl import LAUNCH_S, evaluate_on
+from charm_megatron.cost.timeline import LAUNCH_S, evaluate
 from charm_megatron.cost.wire import make_wire_format
 from charm_megatron.errors import PlanError, ScheduleFault
 from charm_megatron.planner import shipped_planners
@@ -33,7 +33,7 @@ def times_ms(model, name, queues, *, fuse):
     config = CharmConfig(schedule=name, fuse=fuse, grad_return_dtype="float32")
     plan = compile_attention(config, even_domains(16, 2), MODELS[model], "zigzag")
     phases = (plan.forward[0], plan.backward[0])
-    return [evaluate_on(phase, plan.wire, H100, queues).makespan_s * 1e3 for phase in phases]
+    return [evaluate(phase, plan.wire, H100, queues).makespan_s * 1e3 for phase in phases]
 
 
 @pytest.mark.parametrize(("model", "forward_ms", "backward_ms"), [("350m", 3.1, 6.3), ("8b", 1.85, 4.3)])
@@ -73,7 +73,7 @@ def test_every_planner_ends_on_every_kind_of_queues(name):
                     kinds += [Queues(2), Queues(2, is_single=True)]
                 for queues in kinds:
                     for schedule in plan.schedules:
-                        evaluate_on(schedule, plan.wire, H100, queues)
+                        evaluate(schedule, plan.wire, H100, queues)
                 num_run += 1
     assert num_run >= 4
 
@@ -91,7 +91,7 @@ def test_the_checker_proves_schedules_on_two_communicators_and_on_one_hardware_q
 def test_posts_that_mix_links_are_refused_on_two_communicators():
     workload = Workload(1, 64, 8, 8, 4, 4, "float32", CAUSAL)
     plan = compile_attention(CharmConfig(fuse=True), even_domains(8, 2), workload, "zigzag")
-    for run in (lambda s: check_schedule(s, Queues(2)), lambda s: evaluate_on(s, plan.wire, H100, Queues(2))):
+    for run in (lambda s: check_schedule(s, Queues(2)), lambda s: evaluate(s, plan.wire, H100, Queues(2))):
         with pytest.raises(ScheduleFault, match=r"made lane by lane \(fuse: false\)"):
             run(plan.forward[0])
 
@@ -117,7 +117,7 @@ def test_posts_of_one_communicator_run_one_after_the_other_and_those_of_two_toge
     made, wire = swap()
     cost = CostModel(1e12, Link(1e9, 1e-3), Link(1e9, 2e-3))
     kv_s, q_s = 1e-3 + 4 * 8 * 4 / 1e9, 2e-3 + 4 * 4 * 4 / 1e9
-    on_one, on_two = (evaluate_on(made, wire, cost, Queues(n)).makespan_s for n in (1, 2))
+    on_one, on_two = (evaluate(made, wire, cost, Queues(n)).makespan_s for n in (1, 2))
     assert on_one == pytest.approx(2 * LAUNCH_S + kv_s + q_s)
     assert on_two == pytest.approx(LAUNCH_S + q_s)
 
@@ -136,8 +136,8 @@ def test_what_waits_in_another_communicator_holds_nothing_up_and_in_one_everythi
     with pytest.raises(ScheduleFault, match=r"deadlock: post 0\.0"):
         check_programs("stuck", problem, FORWARD, programs)
     with pytest.raises(ScheduleFault, match="never gets past"):
-        evaluate_on(made, wire, H100, Queues(1))
+        evaluate(made, wire, H100, Queues(1))
     # With two, all posts end; that blocks are missing is another fault.
     with pytest.raises(ScheduleFault, match="blocks are never computed"):
         check_programs("stuck", problem, FORWARD, programs, Queues(2))
-    evaluate_on(made, wire, H100, Queues(2))
+    evaluate(made, wire, H100, Queues(2))
