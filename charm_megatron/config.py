@@ -46,7 +46,7 @@ class CharmConfig(Section):
 
     schedule: str = Field("charm", description="Name of the planner that makes the schedule.")
     keep_kv_mib: float = Field(
-        2048,
+        0,
         ge=0,
         allow_inf_nan=False,
         description="charm keeps the KV that it has received, for fewer bytes inside a domain, where all buffers of a "

@@ -260,7 +260,7 @@ class _Compiler:
                 return None
 
     def _frees(self, step: Step) -> tuple[int, ...]:
-        gives = step.gives if isinstance(step, WaitStep | FreeStep) else ()
+        gives = step.gives if isinstance(step, PostStep | WaitStep | FreeStep) else ()
         return tuple(self.table.travelling(self.table.whole(number)) for number in gives)
 
     # ------------------------------------------------------------------ transfers

@@ -108,6 +108,9 @@ class _Walk:
     stand_ins: dict[int, int] = field(default_factory=dict)  # by the buffer that it stands beside
     places: dict[Piece, _Place] = field(default_factory=dict)
     open: dict[Key, _Open] = field(default_factory=dict)
+    copied: set[Piece] = field(
+        default_factory=set
+    )  # results that leave as copies, and have no place any more
 
     def run(self, program: Program) -> Storage:
         for payload in (self.pass_.q_down, self.pass_.kv_down, *self.pass_.results):
@@ -165,8 +168,18 @@ class _Walk:
         self.num_held.append(0)
         return len(self.buffers) - 1
 
-    def _give(self, buffer: int) -> None:
-        self.buffers[buffer] = replace(self.buffers[buffer], last=self.at)
+    def _give(self, buffer: int, *, after: int = 0) -> None:
+        self.buffers[buffer] = replace(self.buffers[buffer], last=self.at + after)
+
+    def _drop(self, piece: Piece) -> list[int]:
+        """A piece is needed no more: gives the buffer of which it is the last, and what stands in for that."""
+        buffer = self.places.pop(piece).buffer
+        assert not self.buffers[buffer].is_home, f"{piece} is at home here"
+        self.num_held[buffer] -= 1
+        if self.num_held[buffer]:
+            return []
+        beside = self.stand_ins.pop(buffer, None)
+        return [buffer] if beside is None else [buffer, beside]
 
     def _put(self, buffer: int, *, is_fresh: bool = False) -> None:
         """From now on the pieces of a buffer may be read, or, while it is fresh, written."""
@@ -201,7 +214,7 @@ class _Walk:
         assert post.key not in self.open, f"post {post.key} is still under way"
         sends = tuple(self._send(message) for message in post.sends)
         recvs = tuple(Receive(message.peer, self._travelling(message)) for message in post.recvs)
-        step = PostStep(post.key, sends, recvs)
+        step = PostStep(post.key, sends, recvs, tuple(self._copied(post, sends)))
         packed = [send.buffer for send in sends if isinstance(send, SendPacked)]
         at_home = [at.buffer for at in step.sources if at.buffer in self.packed.values()]
         self.open[post.key] = _Open(post, [recv.buffer for recv in recvs], packed, at_home)
@@ -219,6 +232,15 @@ class _Walk:
         if not others and as_it_travels and (is_whole or not payload.num_stats):
             return SendInPlace(message.peer, first)
         return SendPacked(message.peer, self._travelling(message), sources)
+
+    def _copied(self, post: Post, sends: Sequence[SendInPlace | SendPacked]) -> Iterator[int]:
+        """Buffers of results that are copied when they leave: a result is complete then, and leaves once."""
+        for message, send in zip(post.sends, sends, strict=True):
+            if isinstance(send, SendPacked) and PAYLOADS[message.pieces[0].payload].is_result:
+                self.copied.update(message.pieces)
+                for buffer in (buffer for piece in message.pieces for buffer in self._drop(piece)):
+                    self._give(buffer, after=1)  # what arrives in this post lies elsewhere
+                    yield buffer
 
     def _as_travelling(self, at: Range) -> Range:
         """A range of own operands, where they lie as they travel."""
@@ -289,14 +311,10 @@ class _Walk:
     def _free(self, piece: Piece) -> FreeStep:
         for under_way in self.open.values():
             assert piece not in under_way.post.sent, f"{piece} is being sent"
-        buffer = self.places.pop(piece).buffer
-        assert not self.buffers[buffer].is_home, f"{piece} is at home here"
-        self.num_held[buffer] -= 1
-        if self.num_held[buffer]:
+        if piece in self.copied:
+            self.copied.remove(piece)
             return FreeStep(())
-        gives = [buffer]
-        if buffer in self.stand_ins:
-            gives.append(self.stand_ins.pop(buffer))
-        for each in gives:
-            self._give(each)
+        gives = self._drop(piece)
+        for buffer in gives:
+            self._give(buffer)
         return FreeStep(tuple(gives))

@@ -81,9 +81,12 @@ class Receive:
 
 @dataclass(frozen=True)
 class PostStep:
+    """`gives`: buffers of results that have been copied to those of messages."""
+
     key: Key
     sends: tuple[SendInPlace | SendPacked, ...]
     recvs: tuple[Receive, ...]
+    gives: tuple[int, ...]
 
     @property
     def sources(self) -> list[Range]:

@@ -27,6 +27,8 @@ MOST_OF_UNFUSED = 0.4
 MOST_LAUNCHES = {Direction.FORWARD: 3, Direction.BACKWARD: 5}
 MOST_HOST_US = 3 * 25.0
 """Of one action; three times what a quiet machine needs at most."""
+MOST_NCCL_MS = {"gpt_350m_64x4096": (3.1, 6.3), "gpt_8b_32k": (1.85, 4.3)}
+"""Of a layer, forward and backward, over 2 x 8 ranks at the rates of an H100."""
 HOST_WAITS = {
     "_local_scalar_dense",
     "item",
@@ -41,14 +43,8 @@ HOST_WAITS = {
 
 
 @pytest.fixture(scope="module")
-def all_rows():
+def rows():
     return list(measure_host(list(MODELS), ["charm", "charm_keep_kv", "double_ring"], even_domains(16, 2)))
-
-
-@pytest.fixture
-def rows(all_rows):
-    """Of schedules whose queries are not cut in halves."""
-    return [row for row in all_rows if row.schedule != "charm"]
 
 
 def test_an_attend_and_its_merge_are_few_launches(rows):
@@ -58,23 +54,23 @@ def test_an_attend_and_its_merge_are_few_launches(rows):
 
 def test_elementwise_work_moves_a_fraction_of_what_unfused_operators_move(rows):
     for row in rows:
-        if row.schedule != "charm_keep_kv":
-            continue  # what was counted is charm as in the paper
+        if row.schedule == "double_ring":
+            continue  # what was counted is charm
         whole_gb = UNFUSED_GB[row.model][list(Direction).index(row.pass_)]
         assert 0 < row.elementwise_bytes <= MOST_OF_UNFUSED * whole_gb * 1e9
 
 
-def test_the_host_spends_little_time_on_an_action(all_rows):
-    assert all(0 < row.host_us_per_action <= MOST_HOST_US for row in all_rows)
+def test_the_host_spends_little_time_on_an_action(rows):
+    assert all(0 < row.host_us_per_action <= MOST_HOST_US for row in rows)
 
 
-def test_charm_in_halves_pays_for_its_bounded_buffers_with_copies_of_queries(all_rows):
-    """Two halves that arrived one by one are put side by side for a block: four tensors in the backward pass."""
-    for row in all_rows:
+def test_charm_keeps_to_its_limits_of_memory_and_time(rows):
+    """Modelled times on two communicators, and buffers in shards of q in float32."""
+    for row in rows:
         if row.schedule == "charm":
-            copies = 1 if row.pass_ is Direction.FORWARD else 4
-            assert row.launches_per_attend <= MOST_LAUNCHES[row.pass_] + copies - 1
-            assert row.buffers_fp32_units <= (6 if row.pass_ is Direction.FORWARD else 18)
+            number = list(Direction).index(row.pass_)
+            assert row.buffers_fp32_units <= (6, 18)[number]
+            assert row.nccl_ms <= MOST_NCCL_MS[row.model][number]
 
 
 @pytest.mark.parametrize("schedule", ["charm", "ring", "hierarchical", "attention_2d"])

@@ -75,6 +75,8 @@ def test_ctrl_c_ends_every_rank(started: Started) -> None:
 INTERRUPTED_WHILE_IMPORTING = """
 import os, runpy, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+
 class Interrupter:
     def find_spec(name, path=None, target=None):
         if name == "{module}":

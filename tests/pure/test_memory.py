@@ -18,7 +18,7 @@ from charm_megatron.workload import Workload
 
 pytestmark = pytest.mark.pure
 
-GRIDS = ((2, 4), (2, 8), (2, 16), (4, 8))
+GRIDS = ((2, 4), (2, 8), (2, 16), (2, 32), (4, 8), (8, 8), (16, 8))
 """Domains, and ranks in each."""
 
 CP_SIZE = NUM_DOMAINS * RANKS_PER_DOMAIN
@@ -29,7 +29,7 @@ def foreign_units(name, num_domains, per_domain, **settings):
     """(forward, backward) foreign buffers of the worst rank; the unit is a rank's Q in float32."""
     size = num_domains * per_domain
     workload = Workload(1, 32 * size, 2, 2, 64, 64, "bfloat16")
-    config = CharmConfig(keep_kv_mib=0, **settings)
+    config = CharmConfig(**settings)
     memory = predict(name, workload, even_domains(size, num_domains), config).memory
     return tuple(memory.passes[direction].buffer_bytes / (32 * 2 * 64 * 4) for direction in DIRECTIONS)
 
@@ -38,10 +38,10 @@ def predicted_mb(name: str, row: Measured) -> float:
     return predict(name, row.workload, DOMAINS, CharmConfig()).memory.worst.peak_bytes / 2**20
 
 
-PREDICTED_OVER_MEASURED = (1.01, 0.40, 3.37, 1.63, 0.26, 0.14, 0.77, 0.225)
+PREDICTED_OVER_MEASURED = (1.45, 0.58, 4.86, 2.35, 0.37, 0.20, 1.11, 0.325)
 
 
-def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_seventh_to_three_times_the_measured() -> None:
+def test_what_charm_needs_more_than_the_ring_is_predicted_as_a_fifth_to_five_times_the_measured() -> None:
     """No bound of ours: the measured sums hold much that attention's buffers are not, and differ in that too."""
     ratios = [
         (predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)) / row.difference_mb
@@ -71,49 +71,43 @@ def test_table_3_is_the_papers() -> None:
     assert [row.difference_mb for row in TABLE_3] == [36, 180, 344, 712, 344, 1264, 58, 396]
 
 
+def difference(name: str, row: Measured) -> float:
+    """What a schedule needs more than the ring, in a rank's Q in float32."""
+    one = 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * HEAD_DIM
+    return (predicted_mb(name, row) - predicted_mb("ring", row)) * 2**20 / one
+
+
 @pytest.mark.parametrize("row", TABLE_3, ids=str)
-def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth_with_all_visiting_qs_at_once(
+def test_the_difference_is_that_of_equations_11_and_12_within_a_fifth_with_one_visiting_q_at_a_time(
     row: Measured,
 ) -> None:
-    """Twenty and twenty-four buffers of float32: our programs keep 4.5 more where the paper counts 4."""
+    """Twenty and twenty-four buffers of float32: where the paper counts 4 more, programs that keep KV hold 3.3."""
     counted = memory_bytes("charm", row.workload, CP_SIZE) - memory_bytes("ring", row.workload, CP_SIZE)
-    assert counted == 4 * 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * 64
-    difference_mb = predicted_mb("charm_together", row) - predicted_mb("ring", row)
-    assert difference_mb * 2**20 == pytest.approx(counted, rel=0.2)
+    assert counted == 4 * 4 * row.batch * row.seq_len // CP_SIZE * row.num_heads * HEAD_DIM
+    assert difference("charm_keep_kv", row) == pytest.approx(4, rel=0.2)
 
 
-@pytest.mark.parametrize("row", TABLE_3, ids=str)
-def test_one_visiting_q_at_a_time_needs_a_little_more_than_two_of_those_four_buffers(row: Measured) -> None:
-    """Worked out from the programs, where they hold most, in the backward; one is a rank's Q in bfloat16.
-
-    A Q with dout, lse and delta is `g`; a KV is 2, a dKV in float32 is 4, across domains 2. Ring: two KVs, three dKVs
-    and one that crosses. Charm: half a visiting g and what stands in for its out; a KV; three dKVs and halves of two;
-    halves of three dqs.
-    """
-    g = 2 + 4 * 2 / (2 * HEAD_DIM)
-    ring = 2 * 2 + 3 * 4 + 2
-    charm = (g + 1) / 2 + 2 + (3 * 4 + 2 * 2) + 3 * 1
-    one = 2 * row.batch * row.seq_len // CP_SIZE * row.num_heads * HEAD_DIM
-    difference_mb = predicted_mb("charm_keep_kv", row) - predicted_mb("ring", row)
-    assert difference_mb * 2**20 == pytest.approx((charm - ring) * one)
-    assert difference_mb < predicted_mb("charm_together", row) - predicted_mb("ring", row)
+def test_charm_needs_one_such_buffer_more_than_the_ring_and_all_visiting_qs_at_once_five() -> None:
+    for row in TABLE_3:
+        found = [difference(name, row) for name in ("charm", "charm_keep_kv", "charm_together")]
+        assert found == pytest.approx([1.06, 3.27, 5.03], abs=0.01)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_foreign_buffers_of_charm_grow_neither_with_ranks_nor_with_domains(fuse):
-    """With four ranks in a domain, less is under way at one time."""
-    least, *units = (foreign_units("charm", *grid, fuse=fuse) for grid in GRIDS)
-    for small, by_grid, most in zip(least, zip(*units, strict=True), (6, 18), strict=True):
-        assert max(by_grid) <= min(1.05 * min(by_grid), most)
-        assert small <= max(by_grid)
+    """Of domains of four ranks, and of two domains, less is under way at one time than of more."""
+    units = {grid: foreign_units("charm", *grid, fuse=fuse) for grid in GRIDS}
+    for by_grid, most in zip(zip(*units.values(), strict=True), (6, 18), strict=True):
+        assert max(by_grid) <= most
+    for fewer, more in (((2, 16), (2, 32)), ((8, 8), (16, 8))):
+        assert units[more] == pytest.approx(units[fewer], rel=0.01)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 3), (8, 4), (4, 6)])
 def test_foreign_buffers_of_charm_on_other_grids_are_not_larger(grid):
-    forward, backward = foreign_units("charm", *grid)
-    most_forward, most_backward = foreign_units("charm", 2, 8)
-    assert forward <= 1.05 * most_forward
-    assert backward <= 1.05 * most_backward
+    assert all(
+        a <= b for a, b in zip(foreign_units("charm", *grid), foreign_units("charm", 8, 8), strict=True)
+    )
 
 
 def test_kept_kv_grows_with_the_ranks_of_a_domain():

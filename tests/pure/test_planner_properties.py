@@ -319,41 +319,33 @@ def test_with_one_domain_or_one_rank_in_each_charm_is_rm_plus(name, num_domains)
         assert [made.program(rank) for rank in range(8)] == [flat.program(rank) for rank in range(8)]
 
 
-# ---------------------------------------------------------------------- charm, half a shard of queries at a time
+# ---------------------------------------------------------------------- charm, visits between its own exchanges
 
 
 def test_visits_of_charm_come_one_after_the_other_between_its_own_exchanges():
     num_domains, size = 3, 4
     domains = even_domains(num_domains * size, num_domains)
-    problem = cut("charm", domains, "zigzag", NO_MASK)
-    made = schedule("charm", problem)
-    halves = [
-        problem.sharding.chunks_of(home).index(chunk) for chunk, home in enumerate(problem.sharding.home)
-    ]
-    own = {hop[0] for hop in hops_of(made, "kv")}
-    visits = {}  # (distance, half): steps in which Q goes to the ranks of the visited domain
+    made = schedule("charm", cut("charm", domains, "zigzag", NO_MASK))
+    numbering = made.problem.numbering("kv")
+    steps = {distance: Counter() for distance in range(num_domains)}
     for step, chunk, src, dst in hops_of(made, "q"):
-        home = problem.sharding.home[chunk]
-        distance = (domains.domain_of[dst] - domains.domain_of[home]) % num_domains
-        if not distance:
-            own.add(step)
-        elif not domains.crosses(src, dst):
-            visits.setdefault((distance, halves[chunk]), set()).add(step)
-    assert sorted(visits) == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    spans = [(min(visits[visit]), max(visits[visit])) for visit in sorted(visits)]
-    assert all(len(steps) == size - 1 for steps in visits.values())
-    assert all(end < start for (_, end), (start, _) in pairwise(spans))
-    assert min(own) < spans[0][0]
-    assert max(own) > spans[-1][1]
+        if not domains.crosses(src, dst):
+            home = made.problem.sharding.home[chunk]
+            steps[(domains.domain_of[dst] - domains.domain_of[home]) % num_domains][step] += 1
+    for step, piece, _, _ in hops_of(made, "kv"):
+        steps[piece // numbering.num_first][step] += 1
+    own, *visits = (sorted(found) for found in steps.values())
+    assert [len(found) for found in (own, *visits)] == [size - 1] * num_domains, "an exchange a step"
+    assert own[0] < visits[0][0]
+    assert all(a[-1] < b[0] for a, b in pairwise(visits))
+    assert visits[-1][-1] < own[-1]
 
 
-def test_the_next_half_crosses_under_each_visit_and_outputs_go_home_before_the_end():
+def test_each_q_crosses_under_the_visit_before_its_own_and_outputs_go_home_before_the_end():
     domains = even_domains(12, 3)
-    problem = cut("charm", domains, "zigzag", NO_MASK)
-    made = schedule("charm", problem)
+    made = schedule("charm", cut("charm", domains, "zigzag", NO_MASK))
     crossing = sorted({hop[0] for hop in hops_of(made, "q") if domains.crosses(*hop[2:])})
     returning = sorted({hop[0] for hop in hops_of(made, "o") if domains.crosses(*hop[2:])})
-    assert len(crossing) == len(returning) == 4
+    assert len(crossing) == len(returning) == 2
     assert crossing[0] == 0
-    assert all(out > into for into, out in zip(crossing[2:], returning, strict=False))
-    assert returning[-1] < made.num_compute_steps
+    assert crossing[1] < returning[0] < returning[1] < made.num_compute_steps

@@ -141,8 +141,8 @@ def test_the_program_of_rank_3_with_one_visiting_q_at_a_time(golden):
     golden("charm_keep_kv_2x4_rank_3.txt", "\n".join(map(str, program)) + "\n")
 
 
-def test_the_program_of_rank_3_with_half_a_visiting_q_at_a_time(golden):
-    """8 ranks, 2 domains: own Q halves go to rank 0; Q7's halves visit ranks 0, 1 and 2; then K1 V1 and K2 V2."""
+def test_the_program_of_rank_3_with_a_visit_between_its_own_exchanges(golden):
+    """8 ranks, 2 domains: K2 V2; then Q7 visits, with K2 V2, K1 V1 and rank 0; then K1 V1 and the own Q to rank 0."""
     made = problem(2, 4, mask=NO_MASK)
     golden("charm_2x4_rank_3.txt", "\n".join(map(str, schedule("charm", made).program(3))) + "\n")
 
@@ -210,13 +210,33 @@ def test_bytes_of_charm_equal_the_formulas_inside_and_across(name, grid, pass_):
 
 @pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4), (4, 4), (4, 2), (2, 8)])
-def test_charm_sends_kv_once_and_a_visiting_q_to_every_rank_of_the_domain(grid, pass_):
+def test_charm_sends_kv_again_for_each_visiting_q(grid, pass_):
     num_domains, size = grid
     sent, rows = sent_bytes("charm", grid, pass_)
     kv, q = exchange_bytes(rows, 1, pass_)
     assert set(sent.across_bytes) == {(num_domains - 1) * q}
-    own = size // 2 * kv + (size // 2 - 1) * q
-    assert set(sent.inside_bytes) == {own + (num_domains - 1) * (size - 1) * q}
+    assert set(sent.inside_bytes) == {num_domains * (size // 2 * kv + (size // 2 - 1) * q)}
+
+
+@pytest.mark.parametrize("pass_", [FORWARD, BACKWARD])
+def test_under_a_causal_mask_charm_exchanges_half_of_one_side_during_a_visit(pass_):
+    """Half of Q where KV comes later, half of KV where it comes earlier."""
+    made = problem(2, 8)
+    hops = schedule("charm", made, pass_).hops
+    domain = np.asarray(made.domains.domain_of)
+    is_down = np.isin(hops.payload, [pass_.payloads.index(pass_.down(side)) for side in ("q", "kv")])
+    is_q = hops.payload == pass_.payloads.index(pass_.down("q"))
+    inside = is_down & (domain[hops.src] == domain[hops.dst])
+    for side, is_side in (("q", is_q), ("kv", ~is_q)):
+        numbers = made.numbering(side)
+        rows = inside & is_side
+        home = made.home[numbers.chunk(hops.piece[rows] % numbers.num_first)]
+        at = domain[hops.dst[rows]]
+        first = hops.piece[rows] < numbers.num_first
+        visiting = domain[home] != at if side == "q" else ~first
+        assert set(at[visiting].tolist()) == {1 if side == "q" else 0}
+        per_rank = np.bincount(hops.src[rows][visiting], minlength=16)
+        assert set(per_rank[np.isin(domain, at[visiting])].tolist()) == {7}, "one half to each other rank"
 
 
 def test_a_causal_ring_with_contiguous_chunks_sends_less_than_its_formula():
