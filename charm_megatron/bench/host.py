@@ -95,8 +95,8 @@ def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domai
 
 
 def _plan(schedule: str, domains: Domains, workload: Workload) -> Plan:
-    """With posts lane by lane, as NCCL gets them; charm in bounded memory, beside which `charm_keep_kv` may stand."""
-    config = CharmConfig(schedule=schedule, fuse=False, keep_kv_mib=0)
+    """With posts lane by lane, as NCCL gets them."""
+    config = CharmConfig(schedule=schedule, fuse=False)
     return compile_attention(config, domains, workload, "zigzag")
 
 

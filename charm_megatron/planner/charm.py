@@ -3,7 +3,7 @@
 Inside a domain of m ranks every step is a pair of perfect matchings: with its KV partner a rank swaps KV, with
 its Q partner it swaps Q and later returns the partial output. Across domains only Q travels: rank (d, i)
 sends its Q to its twin (d', i) of every other domain, where it meets that domain's KV. There are two readings
-(a third, whose memory is bounded, is `charm` in `halves`):
+(a third, whose memory is bounded, is `charm` in `visits`):
 
 * per domain (`charm_keep_kv`; Figure 5): the own Q first, then one more pass of the exchanges for each other domain's
   Q. The next Q crosses under a pass, and outputs go home under the pass after theirs. KV is exchanged once and kept,

@@ -59,7 +59,7 @@ def test_plan_prints_the_grid_and_the_numbers_of_both_passes(run):
     assert "charm backward" in result.stdout
     assert "q0 q7 kv0 kv7 causal" in result.stdout
     assert "g0 g7 kv0 kv7 causal" in result.stdout
-    assert rows(result.stdout, "longest chain of transfers that need each other:") == [["2"], ["2"]]
+    assert rows(result.stdout, "longest chain of transfers that need each other:") == [["4"], ["4"]]
 
 
 def test_a_pass_may_be_asked_for_alone(run):
@@ -195,10 +195,10 @@ def test_compare_puts_schedules_side_by_side_against_the_first(run):
         "forward",
     )
     assert result.exit_code == 0, result.output
-    assert rows(result.stdout, "steps")[0] == ["7", "5", "7"]
+    assert rows(result.stdout, "steps")[0] == ["7", "5", "10"]
     assert rows(result.stdout, "compute steps") == [
-        ["8", "5", "6"]
-    ]  # charm: two passes of 3 compute steps, and outputs home
+        ["8", "5", "9"]
+    ]  # charm: three own exchanges and those of a visit, the own block, and an empty step on either side of the visit
     assert rows(result.stdout, "longest chain of transfers") == [["7", "2", "4"]]
     speeds = rows(result.stdout, "speed, ring = 1")[0]
     assert speeds[0] == "1.00"
@@ -339,9 +339,10 @@ def test_check_sums_up_each_pass(run, saved):
     assert result.exit_code == 0
     assert "charm is right: 4 ranks on 2 nodes, zigzag, mask causal, 256 tokens" in result.stdout
     forward = rows(result.stdout, "forward")[0]
-    # steps: two passes of 2 compute steps, and outputs home; blocks: 8 * 9 / 2; messages: 3 a rank
-    assert forward[:3] == ["5", "36", "12"]
-    assert " ".join(forward[3:]).startswith("7 kv, 6 o, 6 q")  # halves where that is enough
+    # steps: an own exchange, an empty step, a visit's, outputs home by two hops; blocks: 8 * 9 / 2; messages: the own KV,
+    # Q across and its output, and a visit's KV or, there and back, Q
+    assert forward[:3] == ["6", "36", "18"]
+    assert " ".join(forward[3:]).startswith("8 kv, 8 o, 8 q")
 
 
 def test_a_faulty_schedule_ends_with_code_1_and_its_first_fault(run, saved):
