@@ -77,7 +77,9 @@ class CharmConfig(Section):
         description="Steps that a transfer may start ahead of the computation that needs it.",
     )
     fuse: bool = Field(
-        True, description="Post all transfers of a step as one group, which no transport can deadlock."
+        False,
+        description="Post all transfers of a step as one group; else each lane (payload and class of links) by itself, "
+        "so that what is needed early waits for nothing else. On one NCCL communicator always, on two never.",
     )
     communicators: Literal["auto", "one", "two"] = Field(
         "auto",

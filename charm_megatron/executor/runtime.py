@@ -303,7 +303,9 @@ class AttentionRuntime:
         self, group: dist.ProcessGroup, known: _Group, workload: Workload, layout: str, device: torch.device
     ) -> _Agreed:
         posts = known.transport.transport
-        config = self.config if posts.across is None else self.config.model_copy(update={"fuse": False})
+        # One NCCL communicator works in order: whole steps wait for each other less than lanes do.
+        is_fused = posts.across is None and (self.config.fuse or backend_of(group, device) == "nccl")
+        config = self.config.model_copy(update={"fuse": is_fused})
         plan = compile_attention(config, known.domains, workload, layout)
         dtype = getattr(torch, workload.dtype)
         sizes = BlockSizes.on(device, dtype, workload.head_dim, workload.head_dim_v)

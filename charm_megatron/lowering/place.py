@@ -133,7 +133,8 @@ class _Walk:
         self.at = len(program)
         assert not self.open, "the program ends with transfers under way"
         held = [i for i, n in enumerate(self.num_held) if n and not self.buffers[i].is_home]
-        assert not (held or self.copied), "the program ends with buffers in use"
+        assert not held, "the program ends with buffers in use"
+        assert not self.copied, "the program ends with results that nobody has freed"
         for buffer in self.home.values():
             self._give(buffer)
         results = [self.buffers[self.home[payload.name]].pieces for payload in self.pass_.results]

@@ -63,7 +63,7 @@ class _Timetable:
 
 
 def _timetable(num_domains: int, num_exchanges: int) -> _Timetable:
-    """An empty step before each visit, and after the last, keeps its blocks apart from those of the one before.
+    """An empty step before each visit keeps its first blocks apart from the last of the one before.
 
     They would share an accumulator otherwise.
     """
@@ -72,7 +72,7 @@ def _timetable(num_domains: int, num_exchanges: int) -> _Timetable:
     visits = np.arange(num_domains - 1)
     start = np.concatenate([[0], num_first + 1 + visits * length])
     exchange = start[:, None] + np.arange(num_exchanges)
-    exchange[0, num_first:] = exchange[-1, -1] + 2 + np.arange(num_exchanges - num_first)
+    exchange[0, num_first:] = exchange[-1, -1] + 1 + np.arange(num_exchanges - num_first)
     crossing = np.concatenate([[0, 0], start[1:-1]])
     return _Timetable(exchange, start, crossing)
 

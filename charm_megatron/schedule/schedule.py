@@ -19,7 +19,7 @@ class PostOptions:
 
     `prefetch_depth`: how many steps a transfer may start ahead of the computation that needs it.
     `fuse` posts the results of a step as one group and its operands as another; otherwise each lane (payload and link
-    class) is a group of its own, which needs a transport whose lanes progress independently.
+    class) is a group of its own.
     """
 
     prefetch_depth: int = 1

@@ -80,16 +80,16 @@ def test_pictures_and_times_may_be_those_of_nccl(run, tmp_path):
 
 
 def test_the_table_counts_what_each_rank_sends(run):
-    """A ring over 2 x 2 ranks, no mask: three KVs a rank, over the one link that it has; two are held at one time."""
+    """A ring over 2 x 2 ranks, no mask: three KVs a rank, over the one link that it has; four are held at one time."""
     result = run(
         "plan", "--schedule", "ring", *SMALL, "--layout", "contiguous", "--mask", "none", "--pass", "forward"
     )
     kv_bytes = 64 * 4 * (8 + 8) * 2
-    three, two = ([*bytes_text(n * kv_bytes).split(), f"({n})"] for n in (3, 2))
+    three, four = ([*bytes_text(n * kv_bytes).split(), f"({n})"] for n in (3, 4))
     inside, across = [*three, "0", "B", "(0)"], ["0", "B", "(0)", *three]
     per_rank = [row for label in "0123" for row in rows(result.stdout, label) if "25.0%" in row]
     assert per_rank == [
-        [node, "4", "25.0%", *links, *two]
+        [node, "4", "25.0%", *links, *four]
         for node, links in (("0", inside), ("0", across), ("1", inside), ("1", across))
     ]
     assert rows(result.stdout, "total")[0][:2] == ["16", "100.0%"]
@@ -152,11 +152,9 @@ def test_json_of_one_pass_has_that_pass_alone(run):
 
 def test_options_reach_the_schedule(run):
     plain = json.loads(run(*CHARM, "--json", "--pass", "forward").stdout)
-    other = json.loads(
-        run(*CHARM, "--json", "--pass", "forward", "--prefetch-depth", "2", "--no-fuse").stdout
-    )
-    assert plain["options"] == {"prefetch_depth": 1, "fuse": True}
-    assert other["options"] == {"prefetch_depth": 2, "fuse": False}
+    other = json.loads(run(*CHARM, "--json", "--pass", "forward", "--prefetch-depth", "2", "--fuse").stdout)
+    assert plain["options"] == {"prefetch_depth": 1, "fuse": False}
+    assert other["options"] == {"prefetch_depth": 2, "fuse": True}
 
 
 def test_wider_returns_send_more(run):
@@ -195,10 +193,10 @@ def test_compare_puts_schedules_side_by_side_against_the_first(run):
         "forward",
     )
     assert result.exit_code == 0, result.output
-    assert rows(result.stdout, "steps")[0] == ["7", "5", "10"]
-    assert rows(result.stdout, "compute steps") == [
-        ["8", "5", "9"]
-    ]  # charm: three own exchanges and those of a visit, the own block, and an empty step on either side of the visit
+    assert rows(result.stdout, "steps")[0] == ["7", "5", "9"]
+    assert (
+        rows(result.stdout, "compute steps") == [["8", "5", "8"]]
+    )  # charm: three own exchanges and those of a visit, the own block, and an empty step on either side of the visit
     assert rows(result.stdout, "longest chain of transfers") == [["7", "2", "4"]]
     speeds = rows(result.stdout, "speed, ring = 1")[0]
     assert speeds[0] == "1.00"
@@ -339,8 +337,8 @@ def test_check_sums_up_each_pass(run, saved):
     assert result.exit_code == 0
     assert "charm is right: 4 ranks on 2 nodes, zigzag, mask causal, 256 tokens" in result.stdout
     forward = rows(result.stdout, "forward")[0]
-    # steps: an own exchange, an empty step, a visit's, outputs home by two hops; blocks: 8 * 9 / 2; messages: the own KV,
-    # Q across and its output, and a visit's KV or, there and back, Q
+    # steps: an own exchange, an empty step, a visit's, outputs home by two hops; blocks: 8 * 9 / 2; messages: the own
+    # KV, Q across and its output, and a visit's KV or, there and back, Q
     assert forward[:3] == ["6", "36", "18"]
     assert " ".join(forward[3:]).startswith("8 kv, 8 o, 8 q")
 

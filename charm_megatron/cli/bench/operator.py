@@ -43,7 +43,7 @@ def operator_command(
     fuse: Annotated[
         bool,
         option(
-            f"{options.FUSE_HELP} Over NCCL with two domains or more each lane goes by itself.",
+            f"{options.FUSE_HELP} Over NCCL the domains decide: of one, all as one group.",
             SCHEDULE,
             options.FUSE_FLAGS,
         ),
