@@ -16,6 +16,7 @@ from charm_megatron.errors import WorkloadError, quoted
 from charm_megatron.executor import AttentionRuntime
 from charm_megatron.executor.groups import group_place
 from charm_megatron.executor.positions import tokens_of_shard
+from charm_megatron.executor.uncompiled import uncompiled
 from charm_megatron.reading import is_whole
 from charm_megatron.sharding import Sharding, make_sharding
 from charm_megatron.workload import Mask
@@ -43,6 +44,7 @@ class Settings(TypedDict, total=False):
     flight_folder: Path | None
 
 
+@uncompiled
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,

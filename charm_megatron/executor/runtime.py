@@ -24,6 +24,7 @@ from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
+from charm_megatron.executor.uncompiled import uncompiled
 from charm_megatron.kernels import BlockSizes, select_kernel
 from charm_megatron.kernels.elementwise import ElementwiseSelection, select_elementwise
 from charm_megatron.liveness.process import combined, watch
@@ -125,6 +126,7 @@ class AttentionRuntime:
         self._is_timed = False
         watch(self)
 
+    @uncompiled
     def attention(
         self,
         q: Tensor,
@@ -151,6 +153,7 @@ class AttentionRuntime:
         )
         return out
 
+    @uncompiled
     def attention_with_lse(
         self,
         q: Tensor,

@@ -1,5 +1,8 @@
 """The functions of the package's face, on real ranks over gloo."""
 
+import sys
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,3 +204,32 @@ def many_lengths_case(rank, size):
 def test_memory_held_for_many_lengths_is_bounded_by_what_the_longest_needs():
     for held in run_ranks(many_lengths_case, 2):
         assert max(held) <= 4 * held[0]
+
+
+def compiled_case(rank, size):
+    group = dist.new_group()
+    x = torch.randn(16, 1, 4, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def layer(x):
+        return cm.context_parallel_attention(x * 2, x, x, group=group, domains=2).sin()
+
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # the compiler looks at it
+    was_loaded = "torch._dynamo" in sys.modules
+    plain = layer(x)
+    is_loaded = "torch._dynamo" in sys.modules
+    compiled = torch.compile(layer, backend="eager")
+    results = [(out, *torch.autograd.grad(out.sum(), x)) for out in (plain, compiled(x), compiled(x))]
+    are_equal = all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
+    )
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    return was_loaded, is_loaded, are_equal, list(breaks)
+
+
+def test_torch_compile_leaves_attention_alone_and_is_not_loaded_for_it():
+    for was_loaded, is_loaded, are_equal, breaks in run_ranks(compiled_case, 2):
+        assert (was_loaded, is_loaded, are_equal) == (False, False, True)
+        assert breaks, "nothing was compiled"
+        assert all("compiler.disable" in why for why in breaks), breaks
