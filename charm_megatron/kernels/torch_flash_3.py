@@ -37,6 +37,8 @@ class TorchFlash3Kernel(TorchCudaKernel):
         return TorchFlash3Kernel(sm_margin)
 
     def obstacle(self, sizes: BlockSizes) -> str | None:
+        if sizes.sm_margin and not hasattr(torch._C, "_set_sm_carveout_experimental"):
+            return f"torch {torch.__version__} has no SM carveout, by which it would leave multiprocessors to NCCL"
         return flash_3_obstacle(sizes) or super().obstacle(sizes) or _why_not()
 
     def merit(self, sizes: BlockSizes) -> str:
