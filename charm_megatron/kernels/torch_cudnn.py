@@ -51,9 +51,7 @@ class TorchCudnnKernel:
         if torch.are_deterministic_algorithms_enabled():
             return f"{self.title} adds up in an order of its own, and algorithms are to be deterministic"
         if sizes.has_bands:
-            return (
-                f"{self.title} has no windows, and a block here is one (a window, documents, striped shards)"
-            )
+            return f"{self.title} has no windows, which window masks and striped causal shards need"
         widths = self.widths(sizes.head_dim, sizes.head_dim_v)
         wider = (
             widths == WIDER and sizes.capability in CAPABILITIES_FOR_WIDER and version >= VERSION_FOR_WIDER
