@@ -72,7 +72,8 @@ def test_blocks_together_hold_exactly_what_the_mask_shows(layout, mask):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_a_problem_knows_whether_any_of_its_blocks_is_a_band(layout, mask):
     problem = cut("ring", one_domain(3), layout, mask, per_rank=8)
-    programs = schedule("ring", problem).programs
+    made = schedule("ring", problem)
+    programs = [made.program(rank) for rank in range(3)]
     bands = [a.band for program in programs for a in program if isinstance(a, Attend) and a.band]
     assert problem.has_bands == bool(bands)
 
