@@ -22,6 +22,7 @@ from charm_megatron.limits import (
     MOST_DEADLINE_S,
     MOST_IDLE_MIB,
     MOST_JOB_RANKS,
+    MOST_MULTIPROCESSORS,
     MOST_RANKS,
     MOST_STEPS,
     MOST_YAML_BYTES,
@@ -61,6 +62,12 @@ class CharmConfig(Section):
     )
     kernel: str = Field(
         "auto", description="Implementation of attention over one block: auto, or the name of a kernel."
+    )
+    sm_margin: int = Field(
+        0,
+        ge=0,
+        le=MOST_MULTIPROCESSORS,
+        description="Multiprocessors of a GPU that attention leaves to NCCL's kernels; FlashAttention 3 only.",
     )
     out_return_dtype: Literal["model", "float32"] = Field(
         "model", description="Width of a partial output on its way home."

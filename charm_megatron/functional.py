@@ -32,6 +32,7 @@ class Settings(TypedDict, total=False):
 
     domains: str | int
     kernel: str
+    sm_margin: int
     out_return_dtype: Literal["model", "float32"]
     grad_return_dtype: Literal["model", "float32", "by_link"]
     keep_kv_mib: float

@@ -52,5 +52,7 @@ MOST_MASK_CHARACTERS = 16 * MOST_DOCUMENTS
 MOST_LAUNCHER_CHARACTERS = 2**16
 """Of a variable that SLURM or torchrun sets, and of what the machine says of itself."""
 MOST_PROCESSORS = 2**16
+MOST_MULTIPROCESSORS = 1024
+"""Of a GPU: several times those of the largest."""
 MOST_NAME_CHARACTERS = 255
 """Of a host, as POSIX has it; of a schedule, too."""

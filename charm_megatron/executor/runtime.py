@@ -312,6 +312,7 @@ class AttentionRuntime:
         plan = compile_attention(config, known.domains, workload, layout)
         dtype = getattr(torch, workload.dtype)
         sizes = BlockSizes.on(device, dtype, workload.head_dim, workload.head_dim_v)
+        sizes = sizes._replace(sm_margin=self.config.sm_margin, has_bands=plan.problem.has_bands)
         selection = select_kernel(self.config.kernel, sizes)
         record = agreed_record(self.config, selection.kernel.name, plan.digest)
         require_agreement(group, record, str(plan))

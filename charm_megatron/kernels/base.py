@@ -8,7 +8,7 @@ Legend of shapes: `s_q`, `s_k` rows of the block; `b` batch; `h` query heads, `h
 of q and k, `d_v` width of v and out. Query head `j` reads KV head `j // (h // h_k)`.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,12 +87,20 @@ class BlockSizes(NamedTuple):
     head_dim_v: int
     capability: int = 0
     """The major compute capability of a CUDA device; 0 where it is not known."""
+    multiprocessors: int = 0
+    """Of a CUDA device; 0 where it is not known."""
+    sm_margin: int = 0
+    """Multiprocessors that attention leaves to NCCL's kernels."""
+    has_bands: bool = True
+    """Whether any block is a band."""
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> "BlockSizes":
         """Of tensors on this device."""
-        capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-        return cls(device.type, dtype, head_dim, head_dim_v, capability)
+        if device.type != "cuda":
+            return cls(device.type, dtype, head_dim, head_dim_v)
+        card = torch.cuda.get_device_properties(device)
+        return cls(device.type, dtype, head_dim, head_dim_v, card.major, card.multi_processor_count)
 
 
 class SelectableKernel(BlockKernel, Protocol):
@@ -108,6 +116,15 @@ class SelectableKernel(BlockKernel, Protocol):
 
     def merit(self, sizes: BlockSizes) -> str:
         """Why it is the one to take, a clause that follows "because"."""
+        ...
+
+
+@runtime_checkable
+class LeavesMultiprocessors(Protocol):
+    """A kernel that can leave multiprocessors of a GPU to NCCL's kernels."""
+
+    def leaving(self, sm_margin: int) -> BlockKernel:
+        """The kernel that leaves so many."""
         ...
 
 

@@ -3,18 +3,27 @@
 from dataclasses import dataclass
 
 from charm_megatron.errors import ConfigError, nearest
-from charm_megatron.kernels.base import BlockKernel, BlockSizes, SelectableKernel
+from charm_megatron.kernels.base import BlockKernel, BlockSizes, LeavesMultiprocessors, SelectableKernel
+from charm_megatron.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from charm_megatron.kernels.reference import ReferenceKernel
+from charm_megatron.kernels.torch_cudnn import TorchCudnnKernel
 from charm_megatron.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from charm_megatron.kernels.torch_flash_3 import TorchFlash3Kernel
 
 KERNELS: tuple[SelectableKernel, ...] = (
     TorchCpuKernel(),
+    FlashAttn3Kernel(),
     TorchFlash3Kernel(),
+    FlashAttn2Kernel(),
     TorchCudaKernel(),
+    TorchCudnnKernel(),
     ReferenceKernel(),
 )
-"""All of them, the fastest first: with `auto` the first that takes the tensors is used."""
+"""All of them: with `auto` the first that takes the tensors is used.
+
+FlashAttention 3 comes first, which is made for Hopper. Of the ways to one and the same algorithm, an installed package
+comes before what torch has compiled in. cuDNN, which nothing here has measured, comes after all of those.
+"""
 
 AUTO = "auto"
 KERNEL_NAMES = (AUTO, *dict.fromkeys(kernel.name for kernel in KERNELS))
@@ -33,11 +42,11 @@ class Selection:
 
 
 def select_kernel(name: str, sizes: BlockSizes) -> Selection:
-    """Returns the kernel called `name`, or with "auto" the fastest that takes these tensors.
+    """Returns the kernel called `name`, or with "auto" the first of `KERNELS` that takes these tensors.
 
-    The choice follows from the arguments alone, so ranks with equal arguments choose alike. What holds whole matrices
-    of logits is never chosen for a GPU unless it is named. Raises `ConfigError` for an unknown name, for a named kernel
-    that does not take these tensors, and where none does.
+    The choice follows from the arguments and from the installed packages alone, so ranks with equal ones choose alike.
+    What holds whole matrices of logits is never chosen for a GPU unless it is named. Raises `ConfigError` for an
+    unknown name, for a named kernel that does not take these tensors, and where none does.
     """
     require_kernel_name(name)
     obstacles: dict[str, str] = {}
@@ -46,23 +55,50 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
             continue
         if name == AUTO and sizes.device_type == "cuda" and isinstance(kernel, ReferenceKernel):
             break
-        obstacle = kernel.obstacle(sizes)
+        obstacle = _obstacle(kernel, sizes)
         if obstacle is None:
             why = kernel.merit(sizes) if name == AUTO else "the setting names it"
-            others = tuple(f"not {other}, because {obstacle}" for other, obstacle in obstacles.items())
-            return Selection(kernel, f"{kernel.name}, because {why}", others)
+            chosen = kernel.leaving(sizes.sm_margin) if isinstance(kernel, LeavesMultiprocessors) else kernel
+            return Selection(chosen, f"{kernel.name}, because {why}", _others(obstacles))
         obstacles[kernel.name] = obstacle
-    why = [*obstacles.values()][-1] if obstacles else f"it does not run on {sizes.device_type}"
-    usable = " or ".join(
-        repr(other.name)
-        for other in {kernel.name: kernel for kernel in KERNELS}.values()
-        if other.name != name and other.runs_on(sizes.device_type) and other.obstacle(sizes) is None
-    )
-    note = ", which holds all logits of a block" if ReferenceKernel.name in usable else ""
-    raise ConfigError(f"kernel {name!r} cannot be used: {why}; use {usable}{note}")
+    raise _refusal(name, sizes, obstacles)
 
 
 def require_kernel_name(name: str) -> None:
     """Raises `ConfigError` for a name that no kernel has."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"unknown kernel {name!r}{nearest(name, KERNEL_NAMES)}")
+
+
+def _obstacle(kernel: SelectableKernel, sizes: BlockSizes) -> str | None:
+    """What keeps a kernel from these tensors, and from leaving multiprocessors to NCCL."""
+    if sizes.sm_margin:
+        if not isinstance(kernel, LeavesMultiprocessors):
+            return f"it cannot leave {sizes.sm_margin} multiprocessors to NCCL (sm_margin)"
+        if 0 < sizes.multiprocessors <= sizes.sm_margin:
+            return f"sm_margin {sizes.sm_margin} leaves it none of {sizes.multiprocessors} multiprocessors"
+    return kernel.obstacle(sizes)
+
+
+def _others(obstacles: dict[str, str]) -> tuple[str, ...]:
+    """Why not each of them; those with the same reason together."""
+    names: dict[str, list[str]] = {}
+    for name, obstacle in obstacles.items():
+        names.setdefault(obstacle, []).append(name)
+    return tuple(f"not {' or '.join(of)}, because {obstacle}" for obstacle, of in names.items())
+
+
+def _refusal(name: str, sizes: BlockSizes, obstacles: dict[str, str]) -> ConfigError:
+    """What is wrong with the kernel called `name`, and which ones would do."""
+    why = [*obstacles.values()][-1] if obstacles else f"it does not run on {sizes.device_type}"
+    if name == AUTO:
+        why = obstacles.get(FlashAttn3Kernel.name if sizes.sm_margin else TorchCudaKernel.name, why)
+    usable = [
+        repr(other.name)
+        for other in {kernel.name: kernel for kernel in KERNELS}.values()
+        if other.name != name and other.runs_on(sizes.device_type) and _obstacle(other, sizes) is None
+    ]
+    if not usable and sizes.sm_margin:
+        return ConfigError(f"kernel {name!r} cannot be used: {why}; use sm_margin 0")
+    note = ", which holds all logits of a block" if repr(ReferenceKernel.name) in usable else ""
+    return ConfigError(f"kernel {name!r} cannot be used: {why}; use {' or '.join(usable)}{note}")

@@ -9,32 +9,21 @@ said of strides and dtypes below is from ATen/native/cpu/FlashAttentionKernel.cp
 ATen/native/transformers/cuda/{attention_backward.cu, flash_attn/flash_api.cpp}.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from charm_megatron.kernels.base import (
     BlockSizes,
     accumulate_dtype,
     check_block,
     check_rows,
-    dtype_name,
     hidden_elements,
 )
+from charm_megatron.kernels.flash import FlashKernel, Window, dtype_obstacle, merit_of, widened
 from charm_megatron.kernels.reference import attention_of_rows
 from charm_megatron.workload import ITEMSIZE_BYTES, Band
 
 CPU_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ITEMSIZE_BYTES)
-CUDA_DTYPES = (torch.bfloat16, torch.float16)
-
-# mha_fwd and mha_bwd in flash_api.cpp: "head_size must be a multiple of 8", "head dimension at most 256".
-CUDA_HEAD_DIM_MULTIPLE = 8
-CUDA_MAX_HEAD_DIM = 256
-
-# FlashAttention copies rows to shared memory 128 bits at a time, and does not check that it may.
-CUDA_ALIGNMENT_BYTES = 16
 
 
 class TorchCpuKernel:
@@ -53,10 +42,11 @@ class TorchCpuKernel:
         return device_type == "cpu"
 
     def obstacle(self, sizes: BlockSizes) -> str | None:
-        return _dtype_obstacle(sizes, CPU_DTYPES)
+        return dtype_obstacle("torch's flash attention", sizes, CPU_DTYPES)
 
     def merit(self, sizes: BlockSizes) -> str:
-        return _merit(sizes, max(sizes.head_dim, sizes.head_dim_v))
+        width = max(sizes.head_dim, sizes.head_dim_v)
+        return merit_of("its flash attention", sizes, (width, width))
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulate_dtype(dtype)
@@ -121,7 +111,7 @@ class TorchCpuKernel:
         return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
 
 
-class TorchCudaKernel:
+class TorchCudaKernel(FlashKernel):
     """`_flash_attention_forward` and `_backward` (FlashAttention 2): float16 and bfloat16, d up to 256.
 
     The operators take [b, s, h, d] by strides, so transposed views go in uncopied where their rows are
@@ -132,59 +122,30 @@ class TorchCudaKernel:
     """
 
     name = "torch"
+    title = "torch's flash attention"
 
-    def runs_on(self, device_type: str) -> bool:
-        return device_type == "cuda"
-
-    def obstacle(self, sizes: BlockSizes) -> str | None:
-        width = cuda_width(sizes.head_dim, sizes.head_dim_v)
-        if width > CUDA_MAX_HEAD_DIM:
-            return f"torch's flash attention on cuda takes heads up to {CUDA_MAX_HEAD_DIM} wide, not {width}"
-        return _dtype_obstacle(sizes, CUDA_DTYPES)
-
-    def merit(self, sizes: BlockSizes) -> str:
-        return _merit(sizes, cuda_width(sizes.head_dim, sizes.head_dim_v))
-
-    def widths(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-        """To which q and k, and v, are padded: equal, as FlashAttention 2 wants it."""
-        width = cuda_width(head_dim, head_dim_v)
-        return width, width
-
-    def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
-        band: Band | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, window: Window | None
     ) -> tuple[Tensor, Tensor]:
-        check_block(q, k, v, causal, band)
-        width, width_v = self.widths(q.shape[3], v.shape[3])
         out: Tensor
         lse: Tensor
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_batch_before_rows(aligned(widened(x, w))) for x, w in ((q, width), (k, width), (v, width_v))),
+            q,
+            k,
+            v,
             None,  # cum_seq_q, cum_seq_k: absent: all sequences of the batch are equally long
             None,
-            q.shape[0],
-            k.shape[0],
+            q.shape[1],
+            k.shape[1],
             0.0,  # dropout
             causal,
             False,  # return_debug_mask
             scale=softmax_scale,
-            **_window(q, k, band),
+            **_reach(window),
         )
-        # A row without a finite logit has lse +inf here.
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-        # [b, s, h, d] -> [s, b, h, d]; [b, h, s] -> [s, b, h]
-        return out.transpose(0, 1)[..., : v.shape[3]], lse.permute(2, 0, 1)
+        return out, lse
 
-    def backward(
+    def gradients(
         self,
         dout: Tensor,
         q: Tensor,
@@ -195,31 +156,29 @@ class TorchCudaKernel:
         *,
         causal: bool,
         softmax_scale: float,
-        band: Band | None = None,
+        window: Window | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_block(q, k, v, causal, band)
-        check_rows(q, v, dout, out, lse)
-        width, width_v = self.widths(q.shape[3], v.shape[3])
         # The state of dropout's random numbers: must be a tensor, is not read without dropout.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
-        gradients = torch.ops.aten._flash_attention_backward(
-            _batch_before_rows(widened(dout, width_v)),
-            *(_batch_before_rows(aligned(widened(x, w))) for x, w in ((q, width), (k, width), (v, width_v))),
-            _batch_before_rows(widened(out, width_v)),
-            lse.permute(1, 2, 0).contiguous(),  # [s, b, h] -> [b, h, s], read without strides
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
             None,  # cum_seq_q, cum_seq_k, as in the forward
             None,
-            q.shape[0],
-            k.shape[0],
+            q.shape[1],
+            k.shape[1],
             0.0,  # dropout
             causal,
             unread,
             unread,
             scale=softmax_scale,
-            **_window(q, k, band),
+            **_reach(window),
         )
-        dq, dk, dv = (x.transpose(0, 1) for x in gradients)  # [b, s, h, d] -> [s, b, h, d]
-        return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+        return gradients
 
 
 def _additive_mask(q: Tensor, k: Tensor, band: Band | None) -> Tensor | None:
@@ -230,66 +189,9 @@ def _additive_mask(q: Tensor, k: Tensor, band: Band | None) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf)
 
 
-def _window(q: Tensor, k: Tensor, band: Band | None) -> dict[str, int]:
-    """The band as FlashAttention takes it: reach to the left and right of a diagonal that ends in the last corner.
-
-    A negative reach would mean no bound; a trimmed band has none.
-    """
-    if band is None:
-        return {}
-    apart = k.shape[0] - q.shape[0]
-    return {"window_size_left": band.hi + apart, "window_size_right": -band.lo - apart}
-
-
-def _dtype_obstacle(sizes: BlockSizes, dtypes: Sequence[torch.dtype]) -> str | None:
-    if sizes.dtype in dtypes:
-        return None
-    known = ", ".join(map(dtype_name, dtypes))
-    return f"torch's flash attention on {sizes.device_type} takes {known}, not {dtype_name(sizes.dtype)}"
-
-
-def _merit(sizes: BlockSizes, width: int) -> str:
-    padded = [
-        f"{what} padded from {dim} to {width}"
-        for what, dim in (("q and k", sizes.head_dim), ("v", sizes.head_dim_v))
-        if dim != width
-    ]
-    return ", ".join([f"its flash attention on {sizes.device_type} takes these tensors", *padded])
-
-
-def cuda_width(head_dim: int, head_dim_v: int) -> int:
-    """The head width to which q, k and v are padded for the CUDA operators."""
-    return rounded_width(max(head_dim, head_dim_v))
-
-
-def rounded_width(head_dim: int) -> int:
-    """The next width that the CUDA operators take."""
-    return -(-head_dim // CUDA_HEAD_DIM_MULTIPLE) * CUDA_HEAD_DIM_MULTIPLE
-
-
-def widened(x: Tensor, width: int) -> Tensor:
-    """[s, b, h, d] -> [s, b, h, width] with zeros behind; `x` itself where it is that wide already."""
-    if x.shape[3] == width:
-        return x
-    wider: Tensor = pad(x, (0, width - x.shape[3]))
-    return wider
-
-
-def aligned(x: Tensor) -> Tensor:
-    """`x` itself where each of its rows starts at a multiple of 16 bytes, else a contiguous copy.
-
-    `x` [s, b, h, d] with d a multiple of 8. Keys and values interleaved in one tensor are aligned; what
-    follows an odd number of float32 values in a packed row is not.
-    """
-    steps = [x.stride(dim) * x.element_size() for dim in range(3) if x.shape[dim] > 1]
-    if all(offset % CUDA_ALIGNMENT_BYTES == 0 for offset in (x.data_ptr(), *steps)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def _reach(window: Window | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window.left, "window_size_right": window.right}
 
 
 def _heads_before_rows(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)  # [s, b, h, d] -> [b, h, s, d]
-
-
-def _batch_before_rows(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)  # [s, b, h, d] -> [b, s, h, d]

@@ -129,6 +129,14 @@ class Problem:
         unmasked: BoolArray = within & (document[:, None] == document[None, :])
         return unmasked
 
+    @cached_property
+    def has_bands(self) -> bool:
+        """Whether any block is neither full, nor empty, nor the causal square of a chunk with itself."""
+        lo, hi = self.bands
+        is_full = (lo <= 1 - self.lengths[None, :]) & (hi >= self.lengths[:, None] - 1)
+        is_causal = np.diag((lo.diagonal() == 0) & (hi.diagonal() >= self.lengths - 1))
+        return bool((self.unmasked & ~is_full & ~is_causal).any())
+
     def band(self, q_chunk: int, kv_chunk: int) -> Band:
         """Which elements of a block count."""
         lo, hi = self.bands

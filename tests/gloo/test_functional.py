@@ -108,6 +108,7 @@ def refusals_case(rank, size):
     call("a number as group", group=3)
     call("a setting misspelt", domian=2)
     call("a kernel misspelt", kernel="torhc")
+    call("a margin on a CPU", sm_margin=8)
     call("no domain", domains=0)
     call("three dimensions", q[0], q[0], q[0])
     if rank == 1:
@@ -135,6 +136,7 @@ REFUSALS = {
     "a number as group": "group is a torch.distributed.ProcessGroup or None, but is int",
     "a setting misspelt": "unknown key 'domian'; did you mean 'domains'?",
     "a kernel misspelt": "unknown kernel 'torhc'; did you mean 'torch'?",
+    "a margin on a CPU": "it cannot leave 8 multiprocessors to NCCL (sm_margin); use sm_margin 0",
     "no domain": "domains: input should be 'hosts', 'numa' or 'nvlink', or input should be greater than 0",
     "three dimensions": "attention takes tensors [tokens, batch, heads, width], but got q [1, 2, 4]",
     "documents as a list": "documents are a tuple of lengths in tokens, but are list [4, 4]",

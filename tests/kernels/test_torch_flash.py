@@ -8,7 +8,7 @@ from torch import Tensor
 
 from charm_megatron.kernels import accumulate_dtype
 from charm_megatron.kernels.elementwise import stand_in_out
-from charm_megatron.kernels.torch_flash import aligned
+from charm_megatron.kernels.flash import aligned
 
 pytestmark = pytest.mark.torch
 

@@ -228,7 +228,7 @@ ROWS = {
     "launch --charm-config run.yaml missing.py": (
         "run.yaml: unknown key 'launch'; known: check_calls, communicators, deadline_s, domains, flight_folder, fuse, "
         "grad_return_dtype, idle_memory_mib, keep_kv_mib, kernel, out_return_dtype, prefetch_depth, schedule, "
-        "self_check, strict"
+        "self_check, sm_margin, strict"
     ),
     "launch --charm-config flat.yaml missing.py": (
         "flat.yaml: domains: input should be 'hosts', 'numa' or 'nvlink', or input should be a valid "

@@ -5,10 +5,12 @@ from itertools import product
 import pytest
 
 from charm_megatron.errors import WorkloadError
+from charm_megatron.schedule.actions import Attend
 from charm_megatron.schedule.problem import Problem
 from charm_megatron.sharding import make_sharding
 from charm_megatron.topology import one_domain
 from charm_megatron.workload import CAUSAL, NO_MASK, Band, Mask, Workload, parse_mask
+from tests.planned import cut, schedule
 
 pytestmark = pytest.mark.pure
 
@@ -64,6 +66,16 @@ def test_blocks_together_hold_exactly_what_the_mask_shows(layout, mask):
         and (mask.left is None or p - k <= mask.left)
         and (mask.right is None or k - p <= mask.right)
     }
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, NO_MASK, Mask(5, 0), Mask(None, 4), Mask(None, 0, (7, 9, 8))])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_problem_knows_whether_any_of_its_blocks_is_a_band(layout, mask):
+    problem = cut("ring", one_domain(3), layout, mask, per_rank=8)
+    made = schedule("ring", problem)
+    programs = [made.program(rank) for rank in range(3)]
+    bands = [a.band for program in programs for a in program if isinstance(a, Attend) and a.band]
+    assert problem.has_bands == bool(bands)
 
 
 @pytest.mark.parametrize(
