@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from charm_megatron.errors import ConfigError, nearest
 from charm_megatron.kernels.base import BlockKernel, BlockSizes, SelectableKernel
 from charm_megatron.kernels.reference import ReferenceKernel
-from charm_megatron.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
+from charm_megatron.kernels.torch_flash import AMPERE, TorchCpuKernel, TorchCudaKernel
 from charm_megatron.kernels.torch_flash_3 import TorchFlash3Kernel
 
 KERNELS: tuple[SelectableKernel, ...] = (
@@ -37,9 +39,10 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
 
     The choice follows from the arguments alone, so ranks with equal arguments choose alike. What holds whole matrices
     of logits is never chosen for a GPU unless it is named. Raises `ConfigError` for an unknown name, for a named kernel
-    that does not take these tensors, and where none does.
+    that does not take these tensors, where none does, and for bfloat16 on a GPU that has none.
     """
     require_kernel_name(name)
+    _require_dtype(sizes)
     obstacles: dict[str, str] = {}
     for kernel in KERNELS:
         if name not in (AUTO, kernel.name) or not kernel.runs_on(sizes.device_type):
@@ -60,6 +63,15 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
     )
     note = ", which holds all logits of a block" if ReferenceKernel.name in usable else ""
     raise ConfigError(f"kernel {name!r} cannot be used: {why}; use {usable}{note}")
+
+
+def _require_dtype(sizes: BlockSizes) -> None:
+    """GPUs have bfloat16 since Ampere. Those before have float16, for which no flash attention of torch's is left."""
+    if sizes.dtype == torch.bfloat16 and 0 < sizes.capability < AMPERE:
+        raise ConfigError(
+            f"a GPU of compute capability {sizes.capability} has no bfloat16, which came with {AMPERE}; float16 would "
+            f"work with kernel '{ReferenceKernel.name}', which holds all logits of a block"
+        )
 
 
 def require_kernel_name(name: str) -> None:

@@ -33,6 +33,10 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)
 CUDA_HEAD_DIM_MULTIPLE = 8
 CUDA_MAX_HEAD_DIM = 256
 
+# flash_api.cpp: "FlashAttention only supports Ampere GPUs or newer".
+AMPERE = 8
+"""Major compute capability."""
+
 # FlashAttention copies rows to shared memory 128 bits at a time, and does not check that it may.
 CUDA_ALIGNMENT_BYTES = 16
 
@@ -128,7 +132,6 @@ class TorchCudaKernel:
     aligned, save that the backward makes `dout` and `out` contiguous. With shared KV heads the backward
     rounds the gradient of each query head before it sums a group. Its order of additions, so the last
     bits of dq, varies from run to run unless `torch.use_deterministic_algorithms(True)` is set.
-    Needs compute capability 8.0; the operator itself says so on older GPUs.
     """
 
     name = "torch"
@@ -140,6 +143,10 @@ class TorchCudaKernel:
         width = cuda_width(sizes.head_dim, sizes.head_dim_v)
         if width > CUDA_MAX_HEAD_DIM:
             return f"torch's flash attention on cuda takes heads up to {CUDA_MAX_HEAD_DIM} wide, not {width}"
+        if 0 < sizes.capability < AMPERE:
+            return (
+                f"torch's flash attention needs a GPU of compute capability {AMPERE}, not {sizes.capability}"
+            )
         return _dtype_obstacle(sizes, CUDA_DTYPES)
 
     def merit(self, sizes: BlockSizes) -> str:
