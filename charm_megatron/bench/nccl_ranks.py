@@ -40,6 +40,8 @@ NUM_RANKS = 4
 HEADS = (8, 4, 4, 8)
 """Of q, k, v and dout."""
 HEAD_DIM = 64
+TALKS = "has talked to both neighbours"
+"""What a rank writes once it has."""
 RANK = "{rank}"
 """Stands for the rank in values of variables."""
 WAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -82,17 +84,20 @@ def nccl_ranks(device: torch.device, sizes: Sizes) -> Iterator[CardRow]:
 
 
 def row_of(what: str, variables: Mapping[str, str], group: Group) -> CardRow:
-    """The error of such a group; or no figure, and why there is none."""
-    unit = "of the largest value"
+    """The error of such a group; or no figure, and why there is none, which is right where the ranks cannot talk."""
+    unit, talking = "of the largest value", set[int]()
     try:
-        worst = error_of_group(variables, group)
+        worst = error_of_group(variables, group, talking)
     except (LaunchError, TransferTimeout) as error:
-        return CardRow("", what, None, unit, note=shortened(error, MOST_REASON_CHARACTERS))
+        why = shortened(error, MOST_REASON_CHARACTERS)
+        if len(talking) < group.num_ranks:
+            return CardRow("", what, None, unit, note=why)
+        return CardRow("", what, None, unit, limit=ERROR_LIMIT, note=f"the ranks can talk, but {why}")
     return CardRow("", what, worst, unit, limit=ERROR_LIMIT)
 
 
-def error_of_group(variables: Mapping[str, str], group: Group) -> float:
-    """The largest error of attention over these ranks, each with its `variables`.
+def error_of_group(variables: Mapping[str, str], group: Group, talking: set[int]) -> float:
+    """The largest error of attention over these ranks, each with its `variables`; adds ranks that talk to `talking`.
 
     Raises `LaunchError` where a rank fails, `TransferTimeout` where they have not ended after `limit_s`.
     """
@@ -112,7 +117,11 @@ def error_of_group(variables: Mapping[str, str], group: Group) -> float:
             start_new_session=True,
         )
 
-    outputs = run_commands(start, range(group.num_ranks), group.limit_s, None)
+    def on_line(rank: int, line: str) -> None:
+        if line == TALKS:
+            talking.add(rank)
+
+    outputs = run_commands(start, range(group.num_ranks), group.limit_s, on_line)
     told: dict[str, Any] = json.loads(outputs[0].stdout.splitlines()[-1])
     return float(told["worst"])
 
@@ -143,6 +152,7 @@ def _attention(device: torch.device, per_rank: int, limit_s: float) -> float:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
+    _talk(device)
     torch.manual_seed(0)  # the same tensors on all ranks
     num_tokens = per_rank * dist.get_world_size()
     *whole, dout = (draw(device, num_tokens, 1, h, HEAD_DIM) for h in HEADS)
@@ -154,6 +164,18 @@ def _attention(device: torch.device, per_rank: int, limit_s: float) -> float:
     worst = worst_error(got, [*whole, dout], causal=True, scale=HEAD_DIM**-0.5)
     dist.barrier()
     return worst
+
+
+def _talk(device: torch.device) -> None:
+    """Sends a word round, without anything of ours, and writes so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, theirs = torch.ones(1, device=device), torch.zeros(1, device=device)
+    ops = [dist.P2POp(dist.irecv, theirs, (rank - 1) % size), dist.P2POp(dist.isend, mine, (rank + 1) % size)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    if theirs.item() == 1:
+        sys.stdout.write(f"{TALKS}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from charm_megatron.bench import card, card_group, card_parts, nccl_ranks
 from charm_megatron.bench.card_group import waiting_row
-from charm_megatron.bench.nccl_ranks import WAYS, Group, row_of
+from charm_megatron.bench.nccl_ranks import WAYS, Group, error_of_group, row_of
 from charm_megatron.cli.main import app
+from charm_megatron.errors import TransferTimeout
 
 pytestmark = pytest.mark.torch
 
@@ -153,20 +154,50 @@ def test_a_profiler_that_sees_no_gpu_is_said_to_be_the_reason():
     assert found == "this torch's profiler does not see GPUs (CUPTI)"
 
 
-def test_ranks_in_processes_of_their_own_give_the_error_of_attention():
-    row = row_of("two ranks over gloo", {}, Group("cpu", 2, 16, 60.0))
-    assert (row.note, row.is_right) == ("", True)
-    assert 0 < row.value < row.limit
+def test_ranks_in_processes_of_their_own_talk_and_give_the_error_of_attention():
+    talking = set()
+    worst = error_of_group({}, Group("cpu", 2, 16, 60.0), talking)
+    assert 0 < worst < card_parts.ERROR_LIMIT
+    assert talking == {0, 1}
 
 
-def test_ranks_that_hang_are_ended_and_ranks_that_fail_say_why():
+def test_ranks_that_hang_are_ended_and_ranks_that_fail_show_their_last_words():
     row = row_of("late", {}, Group("cpu", 2, 16, 0.2))
     assert (row.value, row.is_right) == (None, True)
     assert row.note == "ranks 0, 1 have not ended after 0.2 s"
-    row = row_of("lost", {"MASTER_PORT": f"port{nccl_ranks.RANK}"}, Group("cpu", 1, 16, 60.0))
-    assert row.value is None
-    assert row.note.startswith("rank 0 failed: ended with code 1; its last lines: ValueError: ")
-    assert "'port0'" in row.note
+    row = row_of("no Python", {"PYTHONHOME": f"/nowhere/{nccl_ranks.RANK}"}, Group("cpu", 1, 16, 60.0))
+    assert (row.value, row.is_right) == (None, True)
+    assert row.note.startswith("rank 0 failed: ended with code 1; its last lines: ")
+    assert "encodings" in row.note
+
+
+def test_a_rank_says_in_a_line_what_nccl_says_in_many(monkeypatch, capsys):
+    def refuses(*args):
+        raise RuntimeError(
+            "NCCL error, invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0"
+        )
+
+    codes = []
+    monkeypatch.setattr(nccl_ranks, "_attention", refuses)
+    monkeypatch.setattr(nccl_ranks.os, "_exit", codes.append)
+    monkeypatch.setattr(nccl_ranks.sys, "argv", ["nccl_ranks", "cuda", "16", "60"])
+    nccl_ranks.main()
+    said = "RuntimeError: NCCL error, invalid usage Last error: Duplicate GPU detected : rank 1 and rank 0\n"
+    assert (codes, capsys.readouterr()) == ([1], ("", said))
+
+
+@pytest.mark.parametrize(("num_talking", "is_right"), [(1, True), (2, False)])
+def test_ranks_that_talk_and_then_fail_are_wrong_and_those_that_never_talk_are_not(
+    monkeypatch, num_talking, is_right
+):
+    def fails(variables, group, talking):
+        talking.update(range(num_talking))
+        raise TransferTimeout("ranks 0, 1 have not ended after 60 s")
+
+    monkeypatch.setattr(nccl_ranks, "error_of_group", fails)
+    row = row_of("what", {}, Group("cuda", 2, 16, 60.0))
+    assert (row.value, row.is_right) == (None, is_right)
+    assert row.note.endswith("ranks 0, 1 have not ended after 60 s")
 
 
 def test_each_way_to_share_a_card_is_tried_with_its_variables(monkeypatch):
