@@ -14,7 +14,7 @@ from torch import Tensor
 from charm_megatron.config import CharmConfig, parse_section
 from charm_megatron.errors import WorkloadError, quoted
 from charm_megatron.executor import AttentionRuntime
-from charm_megatron.executor.groups import group_place
+from charm_megatron.executor.groups import group_place, require_sends
 from charm_megatron.executor.positions import tokens_of_shard
 from charm_megatron.executor.uncompiled import uncompiled
 from charm_megatron.reading import is_whole
@@ -111,8 +111,9 @@ def unshard(
 
     Collective over `group`; carries no gradient.
     """
-    _, _, size = group_place(group)
+    found, _, size = group_place(group)
     sharding, _ = _sharding(_length(x, dim) * size, group, layout, documents)
+    require_sends(found, x.device)
     part = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(part) for _ in range(size)]
     dist.all_gather(parts, part, group=group)

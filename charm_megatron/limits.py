@@ -1,4 +1,4 @@
-"""How large what we are asked for may be, in one place.
+"""How large what we are asked for may be, and how old what we stand on, in one place.
 
 Everything that comes from outside (files, options, variables of launchers) is held to these before anything is built
 from it: what is larger is a mistake, or would take hours and all memory.
@@ -33,6 +33,10 @@ MOST_ELEMENTS = 2**36
 MOST_REPETITIONS = 10**6
 MOST_DEADLINE_S = 7 * 24 * 3600.0
 """A week: a transfer that takes longer will not come."""
+
+OLDEST_NCCL = (2, 8)
+"""2.7 has the first sends and receives, but takes one of each between two ranks in a group of them: "Known Issues" in
+its release notes up to 2.7.8, no longer in those of 2.8.3. A fused post may have two."""
 
 MOST_YAML_BYTES = 64 * 2**10
 MOST_YAML_VALUES = 2 * MOST_RANKS

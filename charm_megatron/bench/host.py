@@ -71,9 +71,9 @@ class HostRow:
 def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domains) -> Iterator[HostRow]:
     """A row for each model, schedule and pass, over these ranks."""
     for schedule in schedules:
-        times = _host_times(schedule, domains)
+        times = times_without_work(schedule, domains)
         for model in models:
-            plan = _plan(schedule, domains, MODELS[model])
+            plan = lane_by_lane(schedule, domains, MODELS[model])
             for direction, count in counts(plan).items():
                 per_action = times[direction]
                 yield HostRow(
@@ -94,7 +94,7 @@ def measure_host(models: Sequence[str], schedules: Sequence[str], domains: Domai
                 )
 
 
-def _plan(schedule: str, domains: Domains, workload: Workload) -> Plan:
+def lane_by_lane(schedule: str, domains: Domains, workload: Workload) -> Plan:
     """With posts lane by lane, as NCCL gets them."""
     config = CharmConfig(schedule=schedule, fuse=False)
     return compile_attention(config, domains, workload, "zigzag")
@@ -211,7 +211,7 @@ class _Others(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Nowhere:
+class Nowhere:
     """A transport that ends everything at once."""
 
     num_bytes_sent = 0
@@ -229,14 +229,14 @@ class _Nowhere:
 def counts(plan: Plan) -> dict[Direction, Count]:
     """What rank 0 launches in each pass of one layer."""
     found = {direction: Count() for direction in DIRECTIONS}
-    shard = _shard(plan.workload, plan.problem.cp_size, torch.device("meta"))
+    shard = zero_shard(plan.workload, plan.problem.cp_size, torch.device("meta"))
     for direction, count in found.items():
         memory = Memory(torch.device("meta"), 0)
         call = attention_call(
-            plan, 0, _NoKernel(count), _Nowhere(), memory, elementwise=CountedElementwise(count)
+            plan, 0, _NoKernel(count), Nowhere(), memory, elementwise=CountedElementwise(count)
         )
         with _Others(count):
-            for run in _phases(call, direction, shard):
+            for run in phases_of(call, direction, shard):
                 _run_counted(run, count)
     return found
 
@@ -252,14 +252,14 @@ def _run_counted(run: ProgramRun, count: Count) -> None:
 Shard = tuple[Tensor, Tensor, Tensor, Tensor, ForwardResult]
 
 
-def _phases(call: AttentionCall, direction: Direction, shard: Shard) -> Phases[object]:
+def phases_of(call: AttentionCall, direction: Direction, shard: Shard) -> Phases[object]:
     q, k, v, dout, result = shard
     if direction is Direction.FORWARD:
         return call.forward_phases(q, k, v, 1.0)
     return call.backward_phases(dout, q, k, v, result, 1.0)
 
 
-def _shard(workload: Workload, size: int, device: torch.device) -> Shard:
+def zero_shard(workload: Workload, size: int, device: torch.device) -> Shard:
     """q, k, v, dout and what the forward pass gave, of one rank; zeros."""
     rows, dtype = workload.seq_len // size, getattr(torch, workload.dtype)
 
@@ -291,11 +291,11 @@ class _NoElementwise:
     def stand_in(self, dout: Tensor, delta: Tensor, into: Tensor) -> None: ...
 
 
-def _host_times(schedule: str, domains: Domains) -> dict[Direction, list[float]]:
-    """Seconds of each action of rank 0 on the loopback, in the round that took least."""
+def times_without_work(schedule: str, domains: Domains) -> dict[Direction, list[float]]:
+    """As `host_times` on a CPU, with no work to do."""
     size = domains.cp_size
     workload = Workload(1, TOKENS_PER_RANK * size, 16, 16, 8, 8, "float32", CAUSAL)
-    plan = _plan(schedule, domains, workload)
+    plan = lane_by_lane(schedule, domains, workload)
     network = LoopbackNetwork(size, watches=False)
     calls = [
         attention_call(
@@ -308,10 +308,19 @@ def _host_times(schedule: str, domains: Domains) -> dict[Direction, list[float]]
         )
         for rank in range(size)
     ]
-    shard = _shard(workload, size, torch.device("cpu"))
+    return host_times(calls, zero_shard(workload, size, torch.device("cpu")), network)
+
+
+def host_times(
+    calls: Sequence[AttentionCall], shard: Shard, network: LoopbackNetwork
+) -> dict[Direction, list[float]]:
+    """Seconds of the host for each action of rank 0, in the round that took least; every rank has this shard."""
+    device = shard[0].device
     rounds: dict[Direction, list[list[float]]] = defaultdict(list)
     for _ in range(NUM_ROUNDS):
         for direction in DIRECTIONS:
+            if device.type == "cuda":  # else launches wait where those of the round before fill the queue
+                torch.cuda.synchronize(device)
             rounds[direction].append(_timed(calls, direction, shard, network))
     return {direction: min(of, key=sum) for direction, of in rounds.items()}
 
@@ -322,7 +331,7 @@ def _timed(
     shard: Shard,
     network: LoopbackNetwork,
 ) -> list[float]:
-    of_ranks = [_phases(call, direction, shard) for call in calls]
+    of_ranks = [phases_of(call, direction, shard) for call in calls]
     seconds: list[float] = []
     while runs := [run for phases in of_ranks if (run := next(phases, None)) is not None]:
         watched, step = runs[0], runs[0].step

@@ -9,6 +9,7 @@ from charm_megatron import __version__
 from charm_megatron.doctor.findings import Finding
 from charm_megatron.doctor.probe import Facts
 from charm_megatron.errors import InvalidInput
+from charm_megatron.limits import OLDEST_NCCL
 from charm_megatron.mcore.compat import (
     INSTALL_HINT,
     TE_INSTALL_HINT,
@@ -110,7 +111,9 @@ def _of_torch(facts: Facts) -> Iterator[Finding]:
         )
         yield Finding("GPUs", "none seen", "absent", remedy)
     if nccl:
-        yield Finding("NCCL", nccl)
+        is_new = tuple(map(int, nccl.split("."))) >= OLDEST_NCCL
+        remedy = "" if is_new else f"charm needs NCCL {'.'.join(map(str, OLDEST_NCCL))} or newer; upgrade it"
+        yield Finding("NCCL", nccl, "ok" if is_new else "fault", remedy)
     else:
         remedy = "install a torch built with NCCL: several GPUs need it" if gpus else "needed for GPUs only"
         yield Finding("NCCL", "not in this torch", "fault" if gpus else "absent", remedy)

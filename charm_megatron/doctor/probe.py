@@ -53,10 +53,12 @@ def nccl_version() -> str | None:
     """The NCCL that torch was built with; None without one. Imports torch."""
     import torch
 
-    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+    if not torch.distributed.is_available():
         return None
-    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found))
+    from charm_megatron.executor import groups
+
+    version = groups.nccl_version()
+    return None if version is None else ".".join(map(str, version))
 
 
 def _torch() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -59,11 +59,11 @@ def require_agreement(group: dist.ProcessGroup, record: Mapping[str, str], descr
                 f"the ranks of a context-parallel group hold different schedules: {listed}"
             )
         raise ScheduleDisagreement(
-            f"the ranks of a context-parallel group must have the same {name}, but {_who_has_what(name, values)}"
+            f"the ranks of a context-parallel group must have the same {name}, but {who_has_what(name, values)}"
         )
 
 
-def _who_has_what(name: str, values: list[str]) -> str:
+def who_has_what(name: str, values: Sequence[str]) -> str:
     """As in "rank 3 has torch 2.11.0, the others 2.14.0": the commonest value is that of the others."""
     (common, _), *_ = Counter(values).most_common(1)
     odd = [f"rank {rank} has {name} {value}" for rank, value in enumerate(values) if value != common]

@@ -1,12 +1,14 @@
 """How the ranks of a group find their domains: each tells what it knows of its place, and all conclude the same."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from charm_megatron.errors import TopologyError
-from charm_megatron.executor.agreement import gather
+from charm_megatron.executor.agreement import gather, who_has_what
+from charm_megatron.executor.groups import obstacle
 from charm_megatron.executor.machine import Machine
 from charm_megatron.topology import Domains, Place
 from charm_megatron.topology.discovery import domains_from_facts
@@ -19,9 +21,25 @@ def find_domains(
 ) -> tuple[Domains, str]:
     """The domains of `group` by charm.domains, and the reason for the receipt. Collective.
 
-    Raises on all ranks alike, as `domains_from_facts` does.
+    Raises on all ranks alike, as `domains_from_facts` does, and `TopologyError` where the ranks' tensors are on
+    different kinds of devices, or on one that the group cannot send from.
     """
-    return domains_from_facts(gather(group, rank_facts(str(declared), device, machine)))
+    facts = rank_facts(str(declared), device, machine)
+    told = gather(group, (facts, device.type, obstacle(group, device)))
+    _require_sends([kind for _, kind, _ in told], [problem for *_, problem in told])
+    return domains_from_facts([facts for facts, *_ in told])
+
+
+def _require_sends(kinds: Sequence[str], problems: Sequence[str | None]) -> None:
+    """Raises `TopologyError` by what all ranks have told: kinds of devices, and why they cannot send."""
+    if len(set(kinds)) > 1:
+        raise TopologyError(
+            f"the ranks of a context-parallel group must have tensors on one kind of device, but "
+            f"{who_has_what('tensors on', kinds)}; move all to one kind"
+        )
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise TopologyError(f"on context-parallel rank {rank} {problem}")
 
 
 def rank_facts(declared: str, device: torch.device, machine: Machine) -> RankFacts:

@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 
 from charm_megatron.errors import TopologyError
+from charm_megatron.limits import OLDEST_NCCL
+
+CANNOT_SEND = frozenset({("cuda", "gloo")})
+"""Kinds of devices and backends that know them, but not sends and receives between ranks."""
 
 
 def group_place(group: object) -> tuple[dist.ProcessGroup, int, int]:
@@ -47,6 +51,41 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries tensors of a device, such as "gloo" or "nccl"; a group may have one for each kind."""
     by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return by_device.get(device.type, "none")
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """Of the NCCL that torch runs with; None where it has none."""
+    if not dist.is_nccl_available():
+        return None
+    found: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return found
+
+
+def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why ranks of the group cannot send each other tensors of a device, and what would work; None where they can."""
+    if dist.get_world_size(group) == 1:
+        return None
+    backend, config = backend_of(group, device), dist.get_backend_config(group)
+    if device.type == "cuda" and not dist.is_nccl_available():
+        return (
+            f"tensors are on {device}, and this torch has no NCCL to send them; install a torch built with NCCL, or "
+            f"move them to the CPU"
+        )
+    if backend == "none" or (device.type, backend) in CANNOT_SEND:
+        remedy = "make it with backend 'cpu:gloo,cuda:nccl'"
+        if device.type == "cpu":
+            remedy = f"move them to the GPU, or {remedy}"
+        return f"tensors are on {device}, which a group of backend {config} does not send from; {remedy}"
+    if backend == "nccl" and (version := nccl_version()) is not None and version < OLDEST_NCCL:
+        seen, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_NCCL))
+        return f"groups of sends and receives need NCCL {oldest} or newer, but torch runs with {seen}; upgrade it"
+    return None
+
+
+def require_sends(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises `TopologyError` where ranks of the group cannot send each other tensors of a device."""
+    if (problem := obstacle(group, device)) is not None:
+        raise TopologyError(problem)
 
 
 def twin_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

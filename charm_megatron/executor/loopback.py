@@ -8,6 +8,7 @@ and one across, a whole post at a time. *Buffered* lets a sender go on at once.
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +25,13 @@ from charm_megatron.topology import Domains
 
 
 @dataclass(eq=False)
-class _Flight:
-    """A post: what has not been matched yet, and what the sent tensors were when it was made."""
+class Flight:
+    """A post: what has not been matched yet, and what the sent tensors were when it was made.
 
+    `queue`: its rank, and whether it crosses domains.
+    """
+
+    queue: tuple[int, bool]
     sends: list[Transfer]
     recvs: list[Transfer]
     tensors: tuple[Tensor, ...]
@@ -59,19 +64,19 @@ class LoopbackNetwork:
     ):
         self.is_buffered, self.watches, self.domains = is_buffered, watches, domains
         self.num_ranks = num_ranks
-        self.queues: dict[tuple[int, bool], deque[_Flight]] = {
+        self.queues: dict[tuple[int, bool], deque[Flight]] = {
             (rank, crosses): deque()
             for crosses in ([False] if domains is None else [False, True])
             for rank in range(num_ranks)
         }
-        self.open: list[list[_Flight]] = [[] for _ in range(num_ranks)]
+        self.open: list[list[Flight]] = [[] for _ in range(num_ranks)]
         self._mail: dict[tuple[int, int], deque[Tensor]] = {}
 
     def transport(self, rank: int) -> "LoopbackTransport":
         """The transport of one rank."""
         return LoopbackTransport(self, rank)
 
-    def post(self, rank: int, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
+    def post(self, rank: int, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Flight:
         for peer, _ in (*sends, *recvs):
             if not 0 <= peer < self.num_ranks or peer == rank:
                 raise ScheduleFault(f"rank {rank} has no peer {peer}")
@@ -81,10 +86,24 @@ class LoopbackNetwork:
                 self._mail.setdefault((rank, peer), deque()).append(x.clone())
             sends = ()
         as_posted = [(x, x.clone()) for _, x in sends] if self.watches else []
-        flight = _Flight(list(sends), list(recvs), tensors, as_posted)
-        self.queues[rank, self._crosses(rank, (*sends, *recvs))].append(flight)
+        queue = rank, self._crosses(rank, (*sends, *recvs))
+        flight = Flight(queue, list(sends), list(recvs), tensors, as_posted)
+        self.queues[queue].append(flight)
         self.open[rank].append(flight)
         return flight
+
+    def wait(self, flight: Flight) -> None:
+        """Called by a rank that goes on because the transfers of a post are done."""
+        assert flight.is_done, "waits for a transfer that nobody drives; use run_together"
+        self.open[flight.queue[0]].remove(flight)
+
+    def on(self, rank: int) -> AbstractContextManager[None]:
+        """Whatever a rank computes or posts is done inside one of these; here they add nothing."""
+        return nullcontext()
+
+    def move(self, data: Tensor, into: Tensor, sender: Flight, receiver: Flight) -> None:
+        """Does one transfer between two posts."""
+        _copy(data, into)
 
     def _crosses(self, rank: int, transfers: Sequence[Transfer]) -> bool:
         if self.domains is None:
@@ -105,7 +124,7 @@ class LoopbackNetwork:
                 moved = True
         return moved
 
-    def _receive_mail(self, queue: "deque[_Flight]", rank: int) -> bool:
+    def _receive_mail(self, queue: "deque[Flight]", rank: int) -> bool:
         moved = False
         flight = queue[0]
         for transfer in list(flight.recvs):
@@ -127,7 +146,7 @@ class LoopbackNetwork:
             if into and waiting:
                 if self.watches:
                     out.require_unchanged(data)
-                _copy(data, waiting[0][1])
+                self.move(data, waiting[0][1], out, into)
                 _remove(out.sends, transfer)
                 _remove(into.recvs, waiting[0])
                 moved = True
@@ -161,14 +180,13 @@ class LoopbackTransport:
     def announce(self, words: str, device: torch.device) -> None:
         """All calls are in one process here, and are known."""
 
-    def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> _Flight:
+    def post(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Flight:
         self.num_bytes_sent += sum(x.nbytes for _, x in sends)
         return self.network.post(self.rank, sends, recvs)
 
     def wait(self, handle: object) -> None:
-        assert isinstance(handle, _Flight)
-        assert handle.is_done, "waits for a transfer that nobody drives; use run_together"
-        self.network.open[self.rank].remove(handle)
+        assert isinstance(handle, Flight)
+        self.network.wait(handle)
 
 
 class GuardedMemory(Memory):
@@ -197,9 +215,10 @@ def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
     moved = True
     while moved:
         moved = network.advance()
-        for run in runs:
+        for rank, run in enumerate(runs):
             while not run.is_finished and _may_step(run):
-                run.step()
+                with network.on(rank):
+                    run.step()
                 moved = True
     stuck = [rank for rank, run in enumerate(runs) if not run.is_finished]
     if stuck:
@@ -210,16 +229,17 @@ def run_together(runs: Sequence[ProgramRun], network: LoopbackNetwork) -> None:
 
 def _may_step(run: ProgramRun) -> bool:
     handle = run.waits_for
-    return not isinstance(handle, _Flight) or handle.is_done
+    return not isinstance(handle, Flight) or handle.is_done
 
 
 def run_phases_together[Result](phases: Sequence[Phases[Result]], network: LoopbackNetwork) -> list[Result]:
     """`run_phases` for all ranks of a group at once."""
     while True:
         runs, results = [], []
-        for rank_phases in phases:
+        for rank, rank_phases in enumerate(phases):
             try:
-                runs.append(next(rank_phases))
+                with network.on(rank):
+                    runs.append(next(rank_phases))
             except StopIteration as end:
                 results.append(end.value)
         if results:

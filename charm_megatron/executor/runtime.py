@@ -18,7 +18,14 @@ from charm_megatron.executor.agreement import agreed_record, require_agreement
 from charm_megatron.executor.attention import AttentionCall, ContextParallelAttention, attention_call
 from charm_megatron.executor.discovery import find_domains
 from charm_megatron.executor.flight import FlightRecorder
-from charm_megatron.executor.groups import backend_of, destroy, group_place, is_destroyed, twin_of
+from charm_megatron.executor.groups import (
+    backend_of,
+    destroy,
+    group_place,
+    is_destroyed,
+    require_sends,
+    twin_of,
+)
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
@@ -286,6 +293,7 @@ class AttentionRuntime:
         known = self._group(group, device)
         key = (workload, layout, device)
         if key not in known.agreed:
+            require_sends(group, device)  # of the first device all ranks have told each other
             # Before the ranks agree together: others may be in a call that they know.
             known.transport.announce(f"plans {workload.summary}, {layout}, for the first time", device)
             known.transport.transport.verify()
@@ -349,7 +357,7 @@ def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Work
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise WorkloadError(
             f"q, k and v must share dtype and device, but are {q.dtype} {k.dtype} {v.dtype} on "
-            f"{q.device} {k.device} {v.device}"
+            f"{q.device} {k.device} {v.device}; k and v .to(q) would be"
         )
     tokens, batch, heads, head_dim = q.shape
     dtype = str(q.dtype).removeprefix("torch.")

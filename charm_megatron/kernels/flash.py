@@ -26,6 +26,9 @@ CUDA_ALIGNMENT_BYTES = 16
 
 HOPPER = 9
 """Major compute capability."""
+# flash_api.cpp: "FlashAttention only supports Ampere GPUs or newer".
+AMPERE = 8
+"""Major compute capability."""
 FLASH_3_MOST_DETERMINISTIC = 192
 """mha_bwd in hopper/flash_api.cpp: "Deterministic backward not supported for hdim 256"."""
 
@@ -84,6 +87,8 @@ class FlashKernel:
         width = max(self.widths(sizes.head_dim, sizes.head_dim_v))
         if width > CUDA_MAX_HEAD_DIM:
             return f"{self.title} on cuda takes heads up to {CUDA_MAX_HEAD_DIM} wide, not {width}"
+        if 0 < sizes.capability < AMPERE:
+            return f"{self.title} needs a GPU of compute capability {AMPERE}, not {sizes.capability}"
         return dtype_obstacle(self.title, sizes, CUDA_DTYPES)
 
     def merit(self, sizes: BlockSizes) -> str:

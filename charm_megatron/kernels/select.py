@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from charm_megatron.errors import ConfigError, nearest
 from charm_megatron.kernels.base import BlockKernel, BlockSizes, LeavesMultiprocessors, SelectableKernel
+from charm_megatron.kernels.flash import AMPERE
 from charm_megatron.kernels.flash_attn import FlashAttn2Kernel, FlashAttn3Kernel
 from charm_megatron.kernels.reference import ReferenceKernel
 from charm_megatron.kernels.torch_cudnn import TorchCudnnKernel
@@ -46,9 +49,11 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
 
     The choice follows from the arguments and from the installed packages alone, so ranks with equal ones choose alike.
     What holds whole matrices of logits is never chosen for a GPU unless it is named. Raises `ConfigError` for an
-    unknown name, for a named kernel that does not take these tensors, and where none does.
+    unknown name, for a named kernel that does not take these tensors, where none does, and for bfloat16 on a GPU that
+    has none.
     """
     require_kernel_name(name)
+    _require_dtype(sizes)
     obstacles: dict[str, str] = {}
     for kernel in KERNELS:
         if name not in (AUTO, kernel.name) or not kernel.runs_on(sizes.device_type):
@@ -62,6 +67,15 @@ def select_kernel(name: str, sizes: BlockSizes) -> Selection:
             return Selection(chosen, f"{kernel.name}, because {why}", _others(obstacles))
         obstacles[kernel.name] = obstacle
     raise _refusal(name, sizes, obstacles)
+
+
+def _require_dtype(sizes: BlockSizes) -> None:
+    """GPUs have bfloat16 since Ampere. Those before have float16, for which no flash attention of torch's is left."""
+    if sizes.dtype == torch.bfloat16 and 0 < sizes.capability < AMPERE:
+        raise ConfigError(
+            f"a GPU of compute capability {sizes.capability} has no bfloat16, which came with {AMPERE}; float16 would "
+            f"work with kernel '{ReferenceKernel.name}', which holds all logits of a block"
+        )
 
 
 def require_kernel_name(name: str) -> None:

@@ -118,7 +118,6 @@ class TorchCudaKernel(FlashKernel):
     aligned, save that the backward makes `dout` and `out` contiguous. With shared KV heads the backward
     rounds the gradient of each query head before it sums a group. Its order of additions, so the last
     bits of dq, varies from run to run unless `torch.use_deterministic_algorithms(True)` is set.
-    Needs compute capability 8.0; the operator itself says so on older GPUs.
     """
 
     name = "torch"

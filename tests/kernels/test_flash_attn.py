@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from charm_megatron.errors import ConfigError
 from charm_megatron.kernels import (
     BlockSizes,
     FlashAttn2Kernel,
@@ -213,7 +214,6 @@ def test_the_package_is_chosen_by_what_the_card_can_do(install: Install) -> None
 @pytest.mark.parametrize(
     ("capability", "installed", "chosen"),
     [
-        (7, "2.8.3", "torch"),
         (8, "2.7.4", "flash_attn_2"),
         (10, "2.7.4", "torch"),
         (10, "2.8.3", "flash_attn_2"),
@@ -225,6 +225,12 @@ def test_flash_attn_2_is_taken_from_ampere_on(
     install(FLASH_2, NEWEST_2)
     sys.modules["flash_attn"].__version__ = installed
     assert select_kernel("auto", HOPPER._replace(capability=capability)).kernel.name == chosen
+
+
+def test_before_ampere_no_flash_attention_is_taken(install: Install) -> None:
+    install(FLASH_2, NEWEST_2)
+    with pytest.raises(ConfigError, match="compute capability 8, not 7; use 'reference'"):
+        select_kernel("auto", HOPPER._replace(capability=7, dtype=torch.float16))
 
 
 def test_padding_by_flash_attn_2_is_told(install: Install) -> None:

@@ -153,7 +153,7 @@ ONE_WIDTH = BlockSizes("cuda", torch.bfloat16, 128, 128, 8, has_bands=False)
         (ONE_WIDTH._replace(head_dim=192), 92400, "heads up to 128 wide, not 192"),
         (ONE_WIDTH._replace(head_dim_v=256, capability=9), 92400, "heads up to 128 wide, not 256"),
         (ONE_WIDTH._replace(dtype=torch.float32), 92400, "takes bfloat16, float16, not float32"),
-        (ONE_WIDTH._replace(capability=7), 92400, "compute capability 8 or more, not 7"),
+        (ONE_WIDTH._replace(capability=7, dtype=torch.float16), 92400, "compute capability 8 or more, not 7"),
         (ONE_WIDTH._replace(has_bands=True), 92400, "has no windows"),
         (ONE_WIDTH, 8907, "a torch with cuDNN 9, not 8907"),
         (ONE_WIDTH, None, "a torch with cuDNN 9, not one without cuDNN"),

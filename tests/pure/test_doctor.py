@@ -108,6 +108,8 @@ def test_a_package_that_does_not_work_is_a_fault_with_its_remedy(
 
 def test_gpus_without_nccl_are_a_fault() -> None:
     assert packages({}, {"torch": TORCH | {"nccl": None}})["NCCL"].verdict == "fault"
+    old = packages({}, {"torch": TORCH | {"nccl": "2.7.8"}})["NCCL"]
+    assert (old.verdict, old.remedy) == ("fault", "charm needs NCCL 2.8 or newer; upgrade it")
 
 
 def test_pypis_apex_is_known_by_its_missing_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
