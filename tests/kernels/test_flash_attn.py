@@ -207,7 +207,7 @@ def test_the_package_is_chosen_by_what_the_card_can_do(install: Install) -> None
         "not flash_attn_3 or torch_fa3, because FlashAttention 3 needs a GPU of compute capability 9, not 8",
         "not flash_attn_2, because flash-attn 2 is not installed",
     )
-    install(FLASH_2, "2.8.3" if "2.8.3" in SIGNATURES[FLASH_2] else NEWEST_2)
+    install(FLASH_2, NEWEST_2)
     assert select_kernel("auto", HOPPER).kernel.name == "flash_attn_3"
 
 
