@@ -9,7 +9,7 @@ from charm_megatron.errors import TopologyError
 from charm_megatron.limits import OLDEST_NCCL
 
 CANNOT_SEND = frozenset({("cuda", "gloo")})
-"""Kinds of devices and backends that know them, but not sends and receives between ranks."""
+"""Kinds of devices and backends that know them, but neither send nor recv there: torch.distributed, "Backends"."""
 
 
 def group_place(group: object) -> tuple[dist.ProcessGroup, int, int]:
