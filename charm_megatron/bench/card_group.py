@@ -57,6 +57,8 @@ DOMAINS = even_domains(4, 2)
 NUM_SEEDS = 20
 SYNCHRONISES = "called a synchronizing CUDA operation"
 """How torch refuses what makes the host wait, in `set_sync_debug_mode("error")`."""
+WAITS = frozenset({"Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "Unknown Sync"})
+"""Names under which torch's profiler shows on the device's line that somebody waits for it."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -139,8 +141,8 @@ def _launches_on(device: torch.device, plan: Plan, direction: Direction) -> int 
         events = profiler.events() or ()
     except RuntimeError as error:
         return f"the profiler fails: {error_text(error, MOST_REASON_CHARACTERS)}"
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA and e.name not in WAITS]
     # Labels of actions are shown on the device's line too.
-    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
     num_launches = sum(not event.is_user_annotation for event in on_device)
     return num_launches or "the profiler saw no kernel (CUPTI); the driver may show them to root only"
 

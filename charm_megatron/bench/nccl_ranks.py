@@ -107,6 +107,7 @@ def error_of_group(variables: Mapping[str, str], group: Group, talking: set[int]
         own = {name: value.replace(RANK, str(rank)) for name, value in variables.items()}
         place = {"RANK": str(rank), "WORLD_SIZE": str(group.num_ranks)}
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        meeting["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # where this process is itself one of torchrun's
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return subprocess.Popen(
             [sys.executable, "-m", __name__, group.device, str(group.per_rank), str(group.limit_s)],

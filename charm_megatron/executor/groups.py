@@ -9,7 +9,7 @@ from charm_megatron.errors import TopologyError
 from charm_megatron.limits import OLDEST_NCCL
 
 CANNOT_SEND = frozenset({("cuda", "gloo")})
-"""Kinds of devices and backends that know them, but not sends and receives between ranks."""
+"""Kinds of devices and backends that know them, but neither send nor recv there: torch.distributed, "Backends"."""
 
 
 def group_place(group: object) -> tuple[dist.ProcessGroup, int, int]:
@@ -65,21 +65,26 @@ def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why ranks of the group cannot send each other tensors of a device, and what would work; None where they can."""
     if dist.get_world_size(group) == 1:
         return None
-    backend, config = backend_of(group, device), dist.get_backend_config(group)
+    backend = backend_of(group, device)
+    if backend == "none" or (device.type, backend) in CANNOT_SEND:
+        return _no_backend(group, device)
+    if backend == "nccl" and (version := nccl_version()) is not None and version < OLDEST_NCCL:
+        seen, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_NCCL))
+        return f"groups of sends and receives need NCCL {oldest} or newer, but torch runs with {seen}; upgrade it"
+    return None
+
+
+def _no_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     if device.type == "cuda" and not dist.is_nccl_available():
         return (
             f"tensors are on {device}, and this torch has no NCCL to send them; install a torch built with NCCL, or "
             f"move them to the CPU"
         )
-    if backend == "none" or (device.type, backend) in CANNOT_SEND:
-        remedy = "make it with backend 'cpu:gloo,cuda:nccl'"
-        if device.type == "cpu":
-            remedy = f"move them to the GPU, or {remedy}"
-        return f"tensors are on {device}, which a group of backend {config} does not send from; {remedy}"
-    if backend == "nccl" and (version := nccl_version()) is not None and version < OLDEST_NCCL:
-        seen, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_NCCL))
-        return f"groups of sends and receives need NCCL {oldest} or newer, but torch runs with {seen}; upgrade it"
-    return None
+    remedy = "make it with backend 'cpu:gloo,cuda:nccl'"
+    if device.type == "cpu":
+        remedy = f"move them to the GPU, or {remedy}"
+    config = dist.get_backend_config(group)
+    return f"tensors are on {device}, which a group of backend {config} does not send from; {remedy}"
 
 
 def require_sends(group: dist.ProcessGroup, device: torch.device) -> None:

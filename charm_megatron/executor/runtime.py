@@ -357,7 +357,7 @@ def _workload(q: Tensor, k: Tensor, v: Tensor, cp_size: int, mask: Mask) -> Work
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise WorkloadError(
             f"q, k and v must share dtype and device, but are {q.dtype} {k.dtype} {v.dtype} on "
-            f"{q.device} {k.device} {v.device}; k and v .to(q) would be"
+            f"{q.device} {k.device} {v.device}; k.to(q) and v.to(q) would work"
         )
     tokens, batch, heads, head_dim = q.shape
     dtype = str(q.dtype).removeprefix("torch.")

@@ -82,6 +82,7 @@ def pair(world, monkeypatch):
         (CUDA, "cuda:nccl", {"version": (2, 8, 3)}, None),
         (CUDA, "cpu:gloo,cuda:nccl", {}, None),
         (CPU, "cpu:gloo,cuda:nccl", {"has_nccl": False}, None),
+        (CUDA, "cuda:ucc", {"has_nccl": False}, None),
         (CPU, "cpu:gloo,cuda:gloo", {}, None),
     ],
 )
@@ -119,7 +120,7 @@ def test_tensors_on_several_devices_are_refused_with_all_of_them(world, devices)
         cm.context_parallel_attention(q, k, v, group=None)
     assert str(error.value) == (
         "q, k and v must share dtype and device, but are torch.float32 torch.float32 torch.float32 on "
-        f"{' '.join(devices)}; k and v .to(q) would be"
+        f"{' '.join(devices)}; k.to(q) and v.to(q) would work"
     )
 
 

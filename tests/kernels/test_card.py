@@ -113,7 +113,7 @@ def test_another_failure_is_not_taken_for_a_wait(sync_modes):
 
 
 class Profile:
-    """Of a GPU, in which a label of an action shows beside two kernels."""
+    """What a profiler of a GPU has seen."""
 
     def __init__(self, events):
         self._events = events
@@ -134,9 +134,13 @@ class Profile:
 )
 def test_launches_on_a_gpu_are_the_kernels_that_its_profiler_saw(monkeypatch, num_kernels, expected):
     kind = torch.autograd.DeviceType
-    events = [SimpleNamespace(device_type=kind.CUDA, is_user_annotation=False)] * num_kernels
-    events += [SimpleNamespace(device_type=kind.CUDA, is_user_annotation=True)]
-    events += [SimpleNamespace(device_type=kind.CPU, is_user_annotation=False)]
+
+    def event(device_type, name, is_user_annotation=False):
+        return SimpleNamespace(device_type=device_type, name=name, is_user_annotation=is_user_annotation)
+
+    events = [event(kind.CUDA, "flash_fwd_kernel")] * num_kernels
+    events += [event(kind.CUDA, "attend 0.1", is_user_annotation=True), event(kind.CUDA, "Context Sync")]
+    events += [event(kind.CPU, "cudaLaunchKernel")]
     monkeypatch.setattr(
         torch.profiler, "supported_activities", lambda: {torch.profiler.ProfilerActivity.CUDA}
     )

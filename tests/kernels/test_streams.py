@@ -1,4 +1,4 @@
-"""The loopback on streams, checked without a GPU: stand-ins for streams know what comes before what."""
+"""What `gpu-check` does on a GPU only, without one: stand-ins for streams know what comes before what."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,10 +8,13 @@ import torch
 
 from charm_megatron.bench import card_group, streams
 from charm_megatron.bench.card_group import DOMAINS, attention_on, draw_shards
+from charm_megatron.bench.card_parts import ON_CPU, SCHEDULES
+from charm_megatron.bench.host import zero_shard
 from charm_megatron.bench.streams import StreamedNetwork, random_pauses
 from charm_megatron.compile import compile_attention
 from charm_megatron.config import CharmConfig
 from charm_megatron.executor.loopback import LoopbackNetwork
+from charm_megatron.executor.memory import Memory
 
 pytestmark = pytest.mark.torch
 
@@ -140,3 +143,63 @@ def test_pauses_are_the_same_for_a_seed_and_others_for_another(cuda):
     first = cycles(3)
     assert 5 < len(first) < 45
     assert cycles(3) == first != cycles(4)
+
+
+@pytest.fixture
+def on_gpu(cuda, monkeypatch):
+    """A device of type cuda whose tensors are on the CPU."""
+    modes = [0]
+    monkeypatch.setattr(card_group, "NUM_SEEDS", 3)
+    monkeypatch.setattr(card_group, "draw_shards", lambda device, *args: draw_shards(CPU, *args))
+    monkeypatch.setattr(card_group, "zero_shard", lambda *args: zero_shard(*args[:2], CPU))
+    monkeypatch.setattr(card_group, "Memory", lambda device, most_idle_bytes: Memory(CPU, most_idle_bytes))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return torch.device("cuda")
+
+
+def test_results_that_delays_change_are_counted(on_gpu, monkeypatch):
+    rows = list(card_group.stream_fuzz(on_gpu, ON_CPU))
+    assert [(row.value, row.unit, row.is_right) for row in rows] == [(0, "of 3", True)] * len(SCHEDULES)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+    class Late(StreamedNetwork):
+        """Of each seed but the first, one transfer brings something else."""
+
+        num_made = 0
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            Late.num_made += 1
+            self.is_late = Late.num_made > 1
+
+        def move(self, data, into, sender, receiver):
+            super().move(data, into, sender, receiver)
+            if self.is_late:
+                into.view(-1).view(torch.uint8).zero_()
+                self.is_late = False
+
+    monkeypatch.setattr(card_group, "StreamedNetwork", Late)
+    row = next(card_group.stream_fuzz(on_gpu, ON_CPU))
+    assert (row.value, row.is_right) == (2, False)
+
+
+def test_what_makes_the_host_wait_is_looked_for_in_groups_and_through_autograd(on_gpu, monkeypatch):
+    rows = list(card_group.synchronisation(on_gpu, ON_CPU))
+    assert [row.what.partition(":")[0] for row in rows] == [
+        "ring, 4 ranks",
+        "charm, 4 ranks",
+        "one rank, through autograd",
+    ]
+    assert [(row.value, row.is_right) for row in rows] == [(0, True)] * 3
+
+
+def test_on_a_gpu_the_host_is_timed_with_kernels_and_launches_are_those_of_its_profiler(on_gpu, monkeypatch):
+    monkeypatch.setattr(card_group, "_launches_on", lambda device, plan, direction: "no CUPTI")
+    rows = list(card_group.host(on_gpu, ON_CPU))
+    assert all(row.value > 0 for row in rows if row.unit == "us per action")
+    launches = [row for row in rows if row.unit == "per action"]
+    assert [(row.value, row.note) for row in launches] == [(None, "no CUPTI")] * 4
+    monkeypatch.setattr(card_group, "_launches_on", lambda device, plan, direction: 1)
+    assert all(0 < row.value < 0.1 for row in card_group.host(on_gpu, ON_CPU) if row.unit == "per action")
