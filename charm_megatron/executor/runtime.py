@@ -32,7 +32,7 @@ from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.executor.uncompiled import uncompiled
-from charm_megatron.kernels import BlockSizes, select_kernel
+from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from charm_megatron.kernels.elementwise import ElementwiseSelection, select_elementwise
 from charm_megatron.liveness.process import combined, watch
 from charm_megatron.liveness.standing import Standing
@@ -321,9 +321,11 @@ class AttentionRuntime:
         dtype = getattr(torch, workload.dtype)
         sizes = BlockSizes.on(device, dtype, workload.head_dim, workload.head_dim_v)
         sizes = sizes._replace(sm_margin=self.config.sm_margin, has_bands=plan.problem.has_bands)
-        selection = select_kernel(self.config.kernel, sizes)
-        record = agreed_record(self.config, selection.kernel.name, plan.digest)
-        require_agreement(group, record, str(plan))
+        selection = self._select(sizes)
+        chosen = selection.kernel.name if isinstance(selection, Selection) else f"none ({selection})"
+        require_agreement(group, agreed_record(self.config, chosen, plan.digest), str(plan))
+        if not isinstance(selection, Selection):
+            raise selection
         memory = known.memories.setdefault(device, Memory(device, self.config.idle_memory_mib * 2**20))
         recorder, rank = known.recorder, dist.get_rank(group)
         elementwise = self._elementwise(device)
@@ -333,6 +335,13 @@ class AttentionRuntime:
         if device.type == "cuda":
             posts.connect(call.posts, device)
         return _Agreed(plan, call, f"{selection}; merged by {elementwise.reason}")
+
+    def _select(self, sizes: BlockSizes) -> Selection | ConfigError:
+        """The kernel, or why there is none: what one rank's device or packages refuse, all ranks must hear of."""
+        try:
+            return select_kernel(self.config.kernel, sizes)
+        except ConfigError as error:
+            return error
 
     def _elementwise(self, device: torch.device) -> ElementwiseSelection:
         """Tried once for each device of the process."""

@@ -7,10 +7,16 @@ import torch
 import torch.distributed as dist
 
 import charm_megatron as cm
-from charm_megatron.errors import ConfigError, InvalidInput, TopologyError, WorkloadError
-from charm_megatron.executor import agreement, discovery
+from charm_megatron.errors import (
+    ConfigError,
+    InvalidInput,
+    ScheduleDisagreement,
+    TopologyError,
+    WorkloadError,
+)
+from charm_megatron.executor import agreement, discovery, runtime
 from charm_megatron.executor.groups import nccl_version, obstacle
-from charm_megatron.kernels import BlockSizes, select_kernel
+from charm_megatron.kernels import BlockSizes, Selection, select_kernel
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -186,3 +192,27 @@ def test_float16_on_an_old_gpu_is_referred_to_the_kernel_that_takes_it():
         "kernel 'auto' cannot be used: torch's flash attention needs a GPU of compute capability 8, not 7; use "
         "'reference', which holds all logits of a block"
     )
+
+
+def _whose_kernel_is_refused(rank: int, size: int, ranks: tuple[int, ...]) -> str:
+    """What a rank raises where the devices of `ranks` have no kernel."""
+
+    def select(name: str, sizes: BlockSizes) -> Selection:
+        if rank in ranks:
+            raise ConfigError("kernel 'auto' cannot be used: it is too old")
+        return select_kernel(name, sizes)
+
+    runtime.select_kernel = select  # type: ignore[assignment]
+    x = torch.randn(4, 1, 2, 8)
+    with pytest.raises((ConfigError, ScheduleDisagreement)) as error:
+        cm.context_parallel_attention(x, x, x, group=dist.group.WORLD)
+    return str(error.value)
+
+
+def test_a_kernel_that_one_rank_has_not_is_told_on_all_of_them():
+    for ranks, told in (
+        ((1,), "must have the same kernel, but rank 1 has kernel none (kernel 'auto' cannot be used: it is"),
+        ((0, 1), "kernel 'auto' cannot be used: it is too old"),
+    ):
+        for said in run_ranks(_whose_kernel_is_refused, 2, ranks):
+            assert told in said
