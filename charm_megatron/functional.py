@@ -56,6 +56,7 @@ def context_parallel_attention(
     schedule: str = "charm",
     layout: str = "zigzag",
     softmax_scale: float | None = None,
+    sink: Tensor | None = None,
     **settings: Unpack[Settings],
 ) -> Tensor:
     """Exact attention of this rank's queries over the whole sequence; differentiable.
@@ -64,6 +65,8 @@ def context_parallel_attention(
     float16. Returns out [s, b, h, d_v] in q's dtype. `group` are the ranks that the sequence is split over; None: all.
     `mask` is `causal`, `none`, `window:LEFT,RIGHT`, `documents:LENGTH,..`, these joined by +, or a `Mask`.
     `schedule` is a planner's name, or the path of a schedule in JSON. `softmax_scale` is 1 / sqrt(d) when None.
+    `sink` [h], the same on all ranks, is one more logit of each head in every softmax, with a value of zero: learned,
+    or zeros for off-by-one softmax. Its gradient is that of this rank's queries, to be added up over the group.
     `settings` are those of `CharmConfig`: `domains`, `kernel` and so on. `self_check` has no effect here: only
     Megatron's layers check themselves.
 
@@ -73,7 +76,9 @@ def context_parallel_attention(
     """
     config = parse_section(CharmConfig, {"schedule": schedule, **settings}, "context_parallel_attention")
     runtime = _runtime(config)
-    return runtime.attention(q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout)
+    return runtime.attention(
+        q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, sink=sink, layout=layout
+    )
 
 
 @lru_cache(maxsize=MOST_RUNTIMES)

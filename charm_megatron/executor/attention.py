@@ -14,11 +14,12 @@ from charm_megatron.executor.computations import COMPUTATIONS, BlockContext, Blo
 from charm_megatron.executor.flight import FlightRecorder
 from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.run import BoundProgram, ProgramRun
+from charm_megatron.executor.sink import sink_gradient, with_sink
 from charm_megatron.executor.transport import Transport
 from charm_megatron.kernels import BlockKernel
 from charm_megatron.kernels.elementwise import Elementwise, TorchElementwise
 from charm_megatron.lowering.storage import PostStep
-from charm_megatron.schedule.passes import DIRECTIONS, Direction
+from charm_megatron.schedule.passes import DIRECTIONS, LOGITS, Direction
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,19 @@ class AttentionCall:
                 if isinstance(step, PostStep):
                     yield tuple(send.peer for send in step.sends), tuple(recv.peer for recv in step.recvs)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> "ForwardResult":
-        """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h]."""
-        return run_phases(self.forward_phases(q, k, v, softmax_scale))
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the backward pass needs the logits of all blocks, from the forward pass."""
+        return any(program.compiled.pass_ is LOGITS for program in self.forward_programs)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sink: Tensor | None = None
+    ) -> "ForwardResult":
+        """q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] -> out [s, b, h, d_v] in q's dtype, lse [s, b, h].
+
+        `sink` [h]: see `executor.sink`.
+        """
+        return run_phases(self.forward_phases(q, k, v, softmax_scale, sink))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult", softmax_scale: float
@@ -59,14 +70,17 @@ class AttentionCall:
         return run_phases(self.backward_phases(dout, q, k, v, result, softmax_scale))
 
     def forward_phases(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sink: Tensor | None = None
     ) -> "Phases[ForwardResult]":
         """The runs of the forward pass; whoever takes them runs each to its end before taking the next."""
         self._announce(Direction.FORWARD, softmax_scale, q.device)
         tensors = {"q": q, "k": k, "v": v}
         context = self._context(softmax_scale, {})
         yield from self._phases(self.forward_programs, context, tensors)
-        return ForwardResult(tensors["out"].to(q.dtype), tensors["lse"], context.logits)
+        out, lse = tensors["out"], tensors["lse"]
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
+        return ForwardResult(out.to(q.dtype), lse, context.logits)
 
     def backward_phases(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: "ForwardResult", softmax_scale: float
@@ -163,17 +177,26 @@ def run_phases[Result](phases: Phases[Result]) -> Result:
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """`apply(q, k, v, call, softmax_scale)` -> (out, lse); lse carries no gradient."""
+    """`apply(q, k, v, call, softmax_scale, sink)` -> (out, lse); lse carries no gradient.
+
+    That of `sink`, if there is one, is of this rank's rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, softmax_scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        softmax_scale: float,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Under autocast float32 tensors would be multiplied in bfloat16 here.
         with torch.autocast(q.device.type, enabled=False):
-            result = call.forward(q, k, v, softmax_scale)
+            result = call.forward(q, k, v, softmax_scale, sink)
         ctx.call, ctx.softmax_scale, ctx.probabilities = call, softmax_scale, result.probabilities
-        ctx.save_for_backward(q, k, v, result.out, result.lse)
+        ctx.save_for_backward(q, k, v, sink, result.out, result.lse)
         ctx.mark_non_differentiable(result.lse)
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -183,9 +206,12 @@ class ContextParallelAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, _ = grads
         if dout is None:  # nothing depends on out, on no rank
-            return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
+            return None, None, None, None, None, None
+        q, k, v, sink, out, lse = ctx.saved_tensors
         result = ForwardResult(out, lse, ctx.probabilities)
+        dsink = None
         with torch.autocast(q.device.type, enabled=False):
             gradients = ctx.call.backward(dout, q, k, v, result, ctx.softmax_scale)
-        return *gradients, None, None
+            if sink is not None and ctx.needs_input_grad[5]:
+                dsink = sink_gradient(sink, dout, out, lse, ctx.call.elementwise)
+        return *gradients, None, None, dsink

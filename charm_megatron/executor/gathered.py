@@ -8,13 +8,14 @@ widths.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from charm_megatron.executor.positions import tokens_of_shard
+from charm_megatron.executor.sink import with_sink
 from charm_megatron.kernels import accumulate_dtype
 from charm_megatron.kernels.unsharded import visible_keys
 from charm_megatron.sharding import Sharding
@@ -44,6 +45,11 @@ class RowResults:
     out_limit: Tensor
     lse_limit: Tensor
     is_finite: bool
+
+    def with_sink(self, sink: Tensor) -> "RowResults":
+        """The same with one more logit for each head, `sink` [h]. Nothing comes to differ by more through it."""
+        out, lse = with_sink(self.out, self.lse, sink)
+        return replace(self, out=out, lse=lse)
 
 
 def attention_of_sample(

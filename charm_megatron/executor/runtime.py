@@ -29,6 +29,7 @@ from charm_megatron.executor.groups import (
 from charm_megatron.executor.machine import Machine
 from charm_megatron.executor.memory import Memory
 from charm_megatron.executor.self_check import CheckedLayer, SelfCheck
+from charm_megatron.executor.sink import require_sink
 from charm_megatron.executor.stopwatch import Stopwatch
 from charm_megatron.executor.transport import GroupTransport
 from charm_megatron.executor.uncompiled import uncompiled
@@ -143,20 +144,30 @@ class AttentionRuntime:
         group: dist.ProcessGroup | None,
         mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
+        sink: Tensor | None = None,
         layout: str = "zigzag",
         checked: CheckedLayer | None = None,
     ) -> Tensor:
         """Exact attention of this rank's queries over the whole sequence; differentiable.
 
         q [s, b, h, d], k [s, b, h_k, d], v [s, b, h_k, d_v] are this rank's shard in `layout`; returns
-        out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`.
+        out [s, b, h, d_v] in q's dtype. `softmax_scale` is 1/sqrt(d) when None. Collective over `group`. `sink` [h]: a
+        logit of each head that is in every softmax and reads no value; its gradient is that of this rank's queries.
 
         `checked` says for which layer of a model this is, on all ranks or none: then the first use of each plan is
         checked, as `self_check` in the configuration says. Raises `SelfCheckFailed` on all ranks of the group.
         """
         out: Tensor
         out, _ = self.attention_with_lse(
-            q, k, v, group=group, mask=mask, softmax_scale=softmax_scale, layout=layout, checked=checked
+            q,
+            k,
+            v,
+            group=group,
+            mask=mask,
+            softmax_scale=softmax_scale,
+            sink=sink,
+            layout=layout,
+            checked=checked,
         )
         return out
 
@@ -170,6 +181,7 @@ class AttentionRuntime:
         group: dist.ProcessGroup | None,
         mask: Mask | str = CAUSAL,
         softmax_scale: float | None = None,
+        sink: Tensor | None = None,
         layout: str = "zigzag",
         checked: CheckedLayer | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -179,12 +191,19 @@ class AttentionRuntime:
         workload = _workload(q, k, v, cp_size, as_mask(mask))
         scale = workload.softmax_scale if softmax_scale is None else softmax_scale
         require_softmax_scale(scale)
+        if sink is not None:
+            require_sink(sink, q)
         agreed = self._agreed(group, workload, layout, q.device)
         call = agreed.call
+        if sink is not None and call.keeps_logits:
+            raise WorkloadError(
+                f"{agreed.plan.name} keeps the probabilities of all blocks, which a sink would change; another "
+                f"schedule would work"
+            )
         if checked is not None and self.config.self_check:
             check = self._self_check(group, agreed.plan, (workload, layout, q.device))
             call = call if check is None else check.watched(call, checked)
-        out, lse = ContextParallelAttention.apply(q, k, v, call, scale)
+        out, lse = ContextParallelAttention.apply(q, k, v, call, scale, sink)
         return out, lse
 
     def forget(self, group: dist.ProcessGroup | None) -> None:

@@ -81,6 +81,7 @@ class SelfCheck:
         result: ForwardResult,
         softmax_scale: float,
         num_bytes: int,
+        sink: Tensor | None = None,
     ) -> None:
         """Compares out and lse of some rows, and the bytes. Raises `SelfCheckFailed` on all ranks alike."""
 
@@ -92,6 +93,8 @@ class SelfCheck:
             wanted = attention_of_sample(
                 self._group, sharding, workload.mask, rows, *tensors, softmax_scale=softmax_scale
             )
+            if sink is not None:
+                wanted = wanted.with_sink(sink)
             got = (result.out[rows].double(), result.lse[rows].double())
             return compare(wanted, *got, tokens_of_shard(sharding, self._rank)[rows].tolist())
 
@@ -128,11 +131,13 @@ class WatchedCall(AttentionCall):
     check: SelfCheck
     layer: CheckedLayer
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> ForwardResult:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sink: Tensor | None = None
+    ) -> ForwardResult:
         before = self.transport.num_bytes_sent
-        result = super().forward(q, k, v, softmax_scale)
+        result = super().forward(q, k, v, softmax_scale, sink)
         num_bytes = self.transport.num_bytes_sent - before
-        self.check.after_forward(self.layer, (q, k, v), result, softmax_scale, num_bytes)
+        self.check.after_forward(self.layer, (q, k, v), result, softmax_scale, num_bytes, sink)
         return result
 
     def backward(

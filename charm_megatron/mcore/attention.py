@@ -103,6 +103,7 @@ def core_attention_class(attention: SplitAttention) -> type[Any]:
                 attn_mask_type,
                 group=self.cp_group,
                 softmax_scale=self.charm_softmax_scale,
+                sink=getattr(self, "softmax_offset", None),  # megatron-core 0.16 may have none
             )
 
     return CharmDotProductAttention

@@ -81,11 +81,12 @@ class SplitAttention:
         *,
         group: dist.ProcessGroup,
         softmax_scale: float,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Query [s, b, h, d], key [s, b, hk, d], value [s, b, hk, dv] -> [s, b, h*dv], in query's dtype.
 
         The tokens of this rank are those that Megatron gives it: the first and the last of 2 * cp_size
-        chunks, counted from both ends (zigzag). Collective over `group`.
+        chunks, counted from both ends (zigzag). `sink` [h]: Megatron's `softmax_offset`. Collective over `group`.
         """
         mask = mask_of(layer, attn_mask_type)
         kind = (query.shape[2:], value.shape[2:], query.dtype, mask)
@@ -95,7 +96,7 @@ class SplitAttention:
             self.notices.once("loss", lambda: loss_notices(layer.config, training_arguments()))
         checked = CheckedLayer(f"layer {layer.number}", self.notices.say)
         out = self.runtime.attention(
-            query, key, value, group=group, mask=mask, softmax_scale=softmax_scale, checked=checked
+            query, key, value, group=group, mask=mask, softmax_scale=softmax_scale, sink=sink, checked=checked
         )
         return out.flatten(2)  # [s, b, h, dv] -> [s, b, h*dv]
 

@@ -44,16 +44,20 @@ class Layer(NamedTuple):
         return None
 
 
+def sink_limit(layer: Layer) -> Limit | None:
+    """Whether a layer's softmax has a sink, which is left to Transformer Engine where its classes are used."""
+    kind = layer.config.softmax_type
+    return (
+        None if kind == "vanilla" else Limit(f"softmax_type {kind!r}", "Transformer Engine's 'a2a' does it")
+    )
+
+
 def layer_limit(layer: Layer) -> Limit | None:
     """The first thing about a layer that keeps it from being computed with its sequence split."""
     config = layer.config
     dropout = config.attention_dropout if layer.dropout is None else layer.dropout
     found = {
         Limit(f"attention_dropout {dropout}", "set it to 0"): dropout > 0,
-        Limit(
-            f"softmax_type {config.softmax_type!r}",
-            "Transformer Engine's 'a2a' does it",
-        ): (config.softmax_type != "vanilla"),
         Limit(f"attention of type {layer.attention_type!r}", "only 'self' is done"): (
             layer.attention_type != "self"
         ),

@@ -18,7 +18,7 @@ from charm_megatron.errors import InvalidInput
 from charm_megatron.mcore import CP_COMM_TYPE
 from charm_megatron.mcore.bridge import SplitAttention
 from charm_megatron.mcore.compat import megatron_te, require_te
-from charm_megatron.mcore.limits import Layer, Limit, call_limit, check_group, layer_limit
+from charm_megatron.mcore.limits import Layer, Limit, call_limit, check_group, layer_limit, sink_limit
 
 RING = "p2p"
 """The cp_comm_type of Transformer Engine that does everything we leave to it."""
@@ -59,7 +59,7 @@ def te_core_attention_class(attention: SplitAttention, strict: bool = False) -> 
             _check_hierarchical(te, config, layer_number, cp_comm_type)
             layer = Layer(config, layer_number, attention_type, attention_dropout, num_splits)
             is_on = cp_comm_type == CP_COMM_TYPE and config.context_parallel_size > 1
-            limit = layer_limit(layer) if is_on else None
+            limit = (sink_limit(layer) or layer_limit(layer)) if is_on else None
             if strict and limit is not None:
                 raise _refusal(layer, limit)
             super().__init__(

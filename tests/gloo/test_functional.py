@@ -2,14 +2,16 @@
 
 import sys
 import warnings
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import charm_megatron as cm
-from charm_megatron.errors import InvalidInput
-from tests.full_attention import full_attention, relative_error
+from charm_megatron.errors import InvalidInput, WorkloadError
+from charm_megatron.workload import parse_mask
+from tests.full_attention import full_attention, relative_error, visible
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -235,3 +237,74 @@ def test_torch_compile_leaves_attention_alone_and_is_not_loaded_for_it():
         assert (was_loaded, is_loaded, are_equal) == (False, False, True)
         assert breaks, "nothing was compiled"
         assert all("compiler.disable" in why for why in breaks), breaks
+
+
+def attention_with_sink(q, k, v, mask, sink):
+    """As `full_attention`, with one more logit in each row."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = torch.einsum("sbhd,tbhd->bhst", q, k) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~visible(mask, q.shape[0]), -torch.inf)
+    row = sink[None, :, None, None].expand(*logits.shape[:3], 1)
+    return torch.einsum("bhst,tbhd->sbhd", torch.cat([logits, row], -1).softmax(-1)[..., :-1], v)
+
+
+SINKS = {"learned": [0.5, -3.0, 40.0, -torch.inf], "off by one": [0.0] * HEADS}
+SINK_MASKS = ("causal", "none", "window:3,0")
+
+
+def sink_case(rank, size, schedule):
+    group = dist.new_group()
+    q, k, v, dout = inputs()
+    results = []
+    for mask, values in product(SINK_MASKS, SINKS.values()):
+        leaves = [cm.shard(x, group=group).requires_grad_() for x in (q, k, v)]
+        sink = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        out = cm.context_parallel_attention(
+            *leaves, sink=sink, group=group, mask=mask, schedule=schedule, domains=2
+        )
+        *grads, dsink = torch.autograd.grad(out, [*leaves, sink], cm.shard(dout, group=group))
+        dist.all_reduce(dsink, group=group)
+        results.append([*(cm.unshard(x, group=group).numpy() for x in (out, *grads)), dsink.numpy()])
+    return results
+
+
+@pytest.mark.parametrize("schedule", ["ring", "charm", "ulysses", "hierarchical", "attention_2d"])
+def test_a_sink_is_in_every_softmax_once_whatever_the_schedule(schedule):
+    cases = list(product(SINK_MASKS, SINKS.values()))
+    for got in run_ranks(sink_case, 4, schedule):
+        for (mask, values), tensors in zip(cases, got, strict=True):
+            q, k, v, dout = inputs()
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            sink = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+            out = attention_with_sink(*leaves, parse_mask(mask), sink)
+            wanted = [out, *torch.autograd.grad(out, [*leaves, sink], dout)]
+            pairs = zip(map(torch.from_numpy, tensors), wanted, strict=True)
+            assert max(relative_error(a, b) for a, b in pairs) < 1e-12, (mask, values)
+
+
+def refused_sinks_case(rank, size):
+    x = torch.randn(8, 1, 4, 8)
+    said = []
+    for sink, schedule in (
+        (torch.zeros(4), "ring_self_attention"),
+        (torch.zeros(3), "ring"),
+        (torch.zeros(4, dtype=torch.int64), "ring"),
+        (0.5, "ring"),
+        (torch.zeros(4, device="meta"), "ring"),
+    ):
+        with pytest.raises(WorkloadError) as error:
+            cm.context_parallel_attention(x, x, x, sink=sink, group=dist.group.WORLD, schedule=schedule)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_is_no_sink_is_refused_in_a_sentence_on_every_rank():
+    for said in run_ranks(refused_sinks_case, 2):
+        assert said == [
+            "ring_self_attention keeps the probabilities of all blocks, which a sink would change; another schedule "
+            "would work",
+            "a sink has one logit for each of 4 query heads, but has shape [3]",
+            "a sink is a tensor of floating point, but is torch.int64; zeros are off-by-one softmax",
+            "a sink is a tensor of floating point, but is float; zeros are off-by-one softmax",
+            "a sink is where q is, on cpu, but is on meta; sink.to(q.device) would work",
+        ]

@@ -80,7 +80,7 @@ def test_heads_are_joined_and_the_group_and_scale_are_passed_on() -> None:
     out = module(query, key, value, None, attn_mask_type=AttnMaskType.causal)
     assert torch.equal(out, query.reshape(6, 2, 32))
     assert runtime.asked.pop("checked").name == "layer 1"
-    assert runtime.asked == {"group": module.cp_group, "mask": CAUSAL, "softmax_scale": 8**-0.5}
+    assert runtime.asked == {"group": module.cp_group, "mask": CAUSAL, "softmax_scale": 8**-0.5, "sink": None}
 
 
 def test_the_receipt_has_a_line_for_each_kind_of_layer_and_for_each_plan() -> None:

@@ -31,7 +31,6 @@ CASES = {
     "megatron.transformer_impl=transformer_engine": "must be 'local' without CUDA",
     "megatron.cp_comm_type=p2p": "needs Transformer Engine",
     "megatron.attention_dropout=0.1": "does not support attention_dropout 0.1; set it to 0",
-    "megatron.softmax_type=off-by-one": "does not support softmax_type 'off-by-one'",
     "megatron.save=/somewhere": "megatron.save must be left out",
     "megatron.num_attention_heads=5": "args.hidden_size % args.num_attention_heads == 0 does not hold",
     "megatron.global_batch_size=0": "Megatron refuses these flags",

@@ -93,6 +93,15 @@ def test_experts_see_the_same_tokens(train: Train) -> None:
     assert_same_curve(train(2, {"domains": 1}, experts), train(megatron=experts))
 
 
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+def test_softmax_may_have_a_sink(train: Train, kind: str) -> None:
+    """Grouped heads, so that the sink of a query head is not that of a KV head. One rank is Megatron's own."""
+    sink: Values = {**SHORT, **GQA, "softmax_type": kind}
+    alone, without = train(megatron=sink), train(megatron={**SHORT, **GQA})
+    assert_same_curve(train(4, {"domains": 2}, sink), alone)
+    assert alone.steps[-1]["loss"] != pytest.approx(without.steps[-1]["loss"], rel=0.0, abs=1e-5)
+
+
 def test_every_second_layer_may_have_a_window(train: Train, short: Run) -> None:
     window: Values = {**SHORT, "window_size": "40,0", "window_attn_skip_freq": 2}
     alone = train(megatron=window)

@@ -100,7 +100,12 @@ def test_a_split_layer_asks_the_runtime_and_not_transformer_engine() -> None:
     built = Built()
     assert built.call() == {}
     assert built.runtime.asked.pop("checked").name == "layer 1"
-    assert built.runtime.asked == {"group": built.group, "mask": CAUSAL, "softmax_scale": HEAD_DIM**-0.5}
+    assert built.runtime.asked == {
+        "group": built.group,
+        "mask": CAUSAL,
+        "softmax_scale": HEAD_DIM**-0.5,
+        "sink": None,
+    }
     built.call(attn_mask_type=AttnMaskType.no_mask, attention_mask=torch.zeros(1))
     assert built.runtime.asked["mask"] == NO_MASK
     # Megatron's default makes a mask for every batch; Transformer Engine ignores it for causal attention too.
