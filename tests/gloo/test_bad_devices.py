@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import charm_megatron as cm
 from charm_megatron.errors import (
@@ -27,8 +28,8 @@ BOTH = "make it with backend 'cpu:gloo,cuda:nccl'"
 
 @pytest.fixture
 def world() -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A group of this process alone, without threads: tests of the same process fork ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
