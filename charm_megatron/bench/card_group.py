@@ -67,8 +67,7 @@ def _workload(num_ranks: int, per_rank: int) -> Workload:
 
 
 def _plan(schedule: str, num_ranks: int, per_rank: int) -> Plan:
-    config = CharmConfig(schedule=schedule, fuse=False)
-    return compile_attention(config, even_domains(num_ranks, 2), _workload(num_ranks, per_rank), "zigzag")
+    return lane_by_lane(schedule, even_domains(num_ranks, 2), _workload(num_ranks, per_rank))
 
 
 def _call(plan: Plan, rank: int, transport: Transport, memory: Memory) -> AttentionCall:

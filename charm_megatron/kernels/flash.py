@@ -5,6 +5,7 @@ padded with zeros to a width that they take, which changes neither logits nor ls
 off again. KV heads are shared among query heads natively. Gradients come in the model's dtype.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,19 +52,20 @@ class Window(NamedTuple):
         return cls(band.hi + apart, -band.lo - apart)
 
 
-class FlashKernel:
+class FlashKernel(ABC):
     """Turns a block into what FlashAttention takes, and back; children call one of its implementations."""
 
     name: str
     title: str
     """What refuses tensors, for errors."""
 
+    @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, window: Window | None
     ) -> tuple[Tensor, Tensor]:
         """q [b, s_q, h, d], k [b, s_k, h_k, d], v [b, s_k, h_k, d_v] -> out [b, s_q, h, d_v], lse [b, h, s_q]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(
         self,
         dout: Tensor,
@@ -78,7 +80,6 @@ class FlashKernel:
         window: Window | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv, shaped as q, k and v; lse [b, h, s_q] is contiguous."""
-        raise NotImplementedError
 
     def runs_on(self, device_type: str) -> bool:
         return device_type == "cuda"

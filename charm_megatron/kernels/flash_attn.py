@@ -19,6 +19,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from charm_megatron.kernels.base import BlockSizes
 from charm_megatron.kernels.flash import (
+    AMPERE,
     FlashKernel,
     Window,
     aligned,
@@ -171,8 +172,8 @@ class FlashAttn2Kernel(FlashAttnKernel):
     module = FLASH_2
 
     def obstacle(self, sizes: BlockSizes) -> str | None:
-        if sizes.capability < 8:
-            return f"flash-attn 2 needs a GPU of compute capability 8 or more, not {sizes.capability}"
+        if sizes.capability < AMPERE:
+            return f"flash-attn 2 needs a GPU of compute capability {AMPERE} or more, not {sizes.capability}"
         problem = super().obstacle(sizes)
         if problem is None and sizes.capability > 9 and _version("flash_attn") < FOR_ALL_CARDS:
             return f"flash-attn 2 on compute capability {sizes.capability} is taken from version 2.8 on"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from charm_megatron.kernels.base import BlockSizes, check_block, check_rows
 from charm_megatron.kernels.flash import (
+    AMPERE,
     CUDA_DTYPES,
     aligned,
     dtype_obstacle,
@@ -46,8 +47,8 @@ class TorchCudnnKernel:
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         if version is None or version < LEAST_VERSION:
             return f"it needs a torch with cuDNN 9, not {'one without cuDNN' if version is None else version}"
-        if sizes.capability < 8:
-            return f"{self.title} needs a GPU of compute capability 8 or more, not {sizes.capability}"
+        if sizes.capability < AMPERE:
+            return f"{self.title} needs a GPU of compute capability {AMPERE} or more, not {sizes.capability}"
         if torch.are_deterministic_algorithms_enabled():
             return f"{self.title} adds up in an order of its own, and algorithms are to be deterministic"
         if sizes.has_bands:

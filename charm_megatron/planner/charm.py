@@ -100,7 +100,7 @@ def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
         ),
         _routes(problem, "q", _q_exchanges(grid, steps, starts)),
     )
-    passes, places = _passes(grid, steps)
+    passes, numbers = _passes(grid, steps)
     return one_phase(
         Decisions(
             problem,
@@ -108,7 +108,7 @@ def _per_domain(problem: Problem, *, keep_kv: bool) -> Method:
             routes,
             num_kv_copies=1 if keep_kv else len(grid),
             kv_copy=None if keep_kv else by_homes(problem, passes),
-            not_before=by_homes(problem, np.asarray(starts)[passes] + places),
+            not_before=by_homes(problem, np.asarray(starts)[passes] + numbers),
         )
     )
 
@@ -119,15 +119,13 @@ def owners(grid: Grid, steps: Steps) -> IntArray:
     Q visits its twin in KV's domain; there it goes on to KV's rank if the two indices swap Q, else KV comes to it.
     """
     ranks = hosts(grid, 0)
-    num_domains, size = ranks.shape
+    size = ranks.shape[1]
     swaps_q = np.zeros((size, size), dtype=np.bool_)
     for _, q_partners in steps:
         for i, j in enumerate(q_partners or ()):
             if j is not None:
                 swaps_q[i, j] = True
-    domain, index = np.empty((2, ranks.size), dtype=np.int64)
-    domain[ranks] = np.arange(num_domains)[:, None]
-    index[ranks] = np.arange(size)
+    domain, index = places(ranks)
     twin = ranks[domain[None, :], index[:, None]]
     return np.where(swaps_q[index[:, None], index], np.arange(ranks.size), twin)
 
@@ -137,18 +135,32 @@ def _passes(grid: Grid, steps: Steps) -> tuple[IntArray, IntArray]:
 
     Both are [q rank, KV rank].
     """
-    place = np.zeros((len(grid[0]),) * 2, dtype=np.int64)
+    place = meetings(len(grid[0]), steps)
+    passes, numbers = np.zeros((2, len(grid) * len(grid[0]), len(grid) * len(grid[0])), dtype=np.int64)
+    for d, q_domain in enumerate(grid):
+        for e, kv_domain in enumerate(grid):
+            block = np.ix_(q_domain, kv_domain)
+            passes[block], numbers[block] = (e - d) % len(grid), place
+    return passes, numbers
+
+
+def places(ranks: IntArray) -> tuple[IntArray, IntArray]:
+    """The domain of each rank, and its index there, from the ranks [domain, index]."""
+    domain, index = np.empty((2, ranks.size), dtype=np.int64)
+    domain[ranks] = np.arange(ranks.shape[0])[:, None]
+    index[ranks] = np.arange(ranks.shape[1])
+    return domain, index
+
+
+def meetings(size: int, steps: Iterable[Iterable[Matching | None]]) -> IntArray:
+    """In which of these steps, counted from 1, indices i and j meet, [i, j]; 0 where they do not."""
+    place = np.zeros((size, size), dtype=np.int64)
     for k, matchings in enumerate(steps, start=1):
         for partners in matchings:
             for i, j in enumerate(partners or ()):
                 if j is not None:
                     place[i, j] = k
-    passes, places = np.zeros((2, len(grid) * len(grid[0]), len(grid) * len(grid[0])), dtype=np.int64)
-    for d, q_domain in enumerate(grid):
-        for e, kv_domain in enumerate(grid):
-            block = np.ix_(q_domain, kv_domain)
-            passes[block], places[block] = (e - d) % len(grid), place
-    return passes, places
+    return place
 
 
 def hosts(grid: Grid | IntArray, s: int) -> IntArray:

@@ -25,7 +25,7 @@ from charm_megatron.lowering.decisions import (
     owner_by_homes,
     shard_routes,
 )
-from charm_megatron.planner.charm import Columns, grid_of, hosts, one_hop, rm_plus, swap
+from charm_megatron.planner.charm import Columns, grid_of, hosts, meetings, one_hop, places, rm_plus, swap
 from charm_megatron.planner.common import as_planner, by_homes
 from charm_megatron.planner.matchings import exchanges
 from charm_megatron.schedule.payload import Side
@@ -83,9 +83,7 @@ class _Visits:
     def __init__(self, problem: Problem, grid: IntArray):
         self.problem, self.grid = problem, grid
         self.num_domains, self.size = grid.shape
-        self.domain, self.index = np.empty((2, problem.cp_size), dtype=np.int64)
-        self.domain[grid] = np.arange(self.num_domains)[:, None]
-        self.index[grid] = np.arange(self.size)
+        self.domain, self.index = places(grid)
         steps = exchanges(self.size)
         self.partners = [matching for pair in steps for matching in pair if matching is not None]
         takes_q = [side == "q" for pair in steps for side, m in zip(("kv", "q"), pair, strict=True) if m]
@@ -121,18 +119,14 @@ class _Visits:
         of_chunk = self.domain[self.problem.home]
         tokens = np.array([chunk.length for chunk in self.problem.sharding.chunks])
         is_in = of_chunk[:, None] == np.arange(self.num_domains)[None, :]  # [chunk, domain]
-        weighted = is_in * tokens[:, None]
-        sees = self.problem.unmasked.astype(np.float64) @ is_in > 0  # [q chunk, KV domain]
-        is_seen = is_in.T @ self.problem.unmasked.astype(np.float64) > 0  # [q domain, KV chunk]
+        weighted, unmasked = is_in * tokens[:, None], self.problem.unmasked.astype(np.float64)
+        sees = unmasked @ is_in > 0  # [q chunk, KV domain]
+        is_seen = is_in.T @ unmasked > 0  # [q domain, KV chunk]
         return weighted.T @ sees, is_seen @ weighted
 
     def _places(self) -> IntArray:
         """After which exchange indices i of Q and j of KV have met, [i, j] of ranks: 1 after the first; 0: at home."""
-        place = np.zeros((self.size, self.size), dtype=np.int64)
-        for x, matching in enumerate(self.partners, start=1):
-            for i, j in enumerate(matching):
-                if j is not None:
-                    place[i, j] = x
+        place = meetings(self.size, ((matching,) for matching in self.partners))
         return place[self.index[:, None], self.index[None, :]]
 
     def _owners(self, place: IntArray) -> IntArray:
